@@ -1,0 +1,65 @@
+"""`Dims`: the sizes of one call, and how an array of a mask or a score spans them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+_AXES = {"B": "batch", "N": "query heads", "T": "query length", "S": "key length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Sizes of one call: `batch` (any number of dims), query length T, key length S, query heads N."""
+
+    batch: tuple[int, ...]
+    T: int
+    S: int
+    N: int
+
+    @property
+    def B(self) -> int:
+        """All batch dims in one."""
+        return math.prod(self.batch)
+
+    def broadcastable(self, name: str, x: Any) -> Any:
+        """`x`, broadcastable to [*batch, N, T, S] and right-aligned as in NumPy, as [B|1, N|1, T|1, S|1]."""
+        full = (*self.batch, self.N, self.T, self.S)
+        shape = (1,) * (len(full) - x.ndim) + tuple(x.shape)
+        if x.ndim > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+            raise ValueError(
+                f"{name}.shape={tuple(x.shape)} is not broadcastable to [*B, N, T, S]={full}. Each of its dims, counted"
+                f" from the right, must be 1 or that size; insert dims of size 1 (`{name}[:, None]`) to align them."
+            )
+        return self._flatten_batch(x.reshape(shape))
+
+    def spanning(self, name: str, x: Any, letters: str) -> Any:
+        """`x` of shape `letters` ("BT", or "T" for every batch entry alike) as [B|1, N|1, T|1, S|1].
+
+        An array with all dims, broadcastable to [*batch, N, T, S], is taken as it is.
+        """
+        nb, inner = len(self.batch), letters.replace("B", "")
+        if x.ndim == nb + 3:
+            return self.broadcastable(name, x)
+        sizes = {"N": self.N, "T": self.T, "S": self.S}
+        want = tuple(sizes[letter] for letter in inner)
+        if "B" in letters and x.ndim == nb + len(inner):
+            want = self.batch + want
+        if x.ndim != len(want) or any(have not in (1, size) for have, size in zip(x.shape, want, strict=True)):
+            meaning = ", ".join(_AXES[letter] for letter in letters)
+            raise ValueError(
+                f"{name}.shape={tuple(x.shape)} does not fit: {name} has the shape [{', '.join(letters)}] ({meaning}),"
+                f" here {(self.batch if 'B' in letters else ()) + tuple(sizes[letter] for letter in inner)}, or all dims,"
+                f" broadcastable to [*B, N, T, S]={(*self.batch, self.N, self.T, self.S)}. Reshape it to one of these."
+            )
+        batch = x.shape[: x.ndim - len(inner)]
+        inner_shape = dict(zip(inner, x.shape[x.ndim - len(inner) :], strict=True))
+        shape = (1,) * (nb - len(batch)) + tuple(batch) + tuple(inner_shape.get(letter, 1) for letter in "NTS")
+        return self._flatten_batch(x.reshape(shape))
+
+    def _flatten_batch(self, x: Any) -> Any:
+        batch, rest = x.shape[:-3], x.shape[-3:]
+        if math.prod(batch) not in (1, self.B):  # some batch dims are broadcast and others are not
+            x = jnp.broadcast_to(x, self.batch + rest)
+        return x.reshape((math.prod(x.shape[:-3]), *rest))

@@ -1,0 +1,59 @@
+"""`Node`: a frozen dataclass that is a pytree. Masks and scores are nodes.
+
+A field that holds an array, a node or a tuple of them is a child; every other field (numbers, strings, functions, None)
+is static and becomes part of the tree's structure. So `Causal(offset=3)` and `Causal(offset=array)` are both fine: the
+first folds into the program while tracing, the second travels as an array.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_static_number(x: Any) -> bool:
+    """Whether `x` is a Python or NumPy scalar: known while tracing, hence foldable."""
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
+class Node:
+    """Base of the frozen dataclasses that are pytrees; every subclass registers itself."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten, cls._flatten)
+
+    def _flatten(self):
+        names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        # A node that JAX rebuilt may hold placeholders: there the fields that were children still are.
+        children = getattr(self, "_children", None)
+        if children is None:
+            children = tuple(name for name in names if _is_child(getattr(self, name)))
+        static = tuple((name, getattr(self, name)) for name in names if name not in children)
+        return tuple(getattr(self, name) for name in children), (children, static)
+
+    def _flatten_with_keys(self):
+        values, aux = self._flatten()
+        keys = (jax.tree_util.GetAttrKey(name) for name in aux[0])
+        return tuple(zip(keys, values, strict=True)), aux
+
+    @classmethod
+    def _unflatten(cls, aux, values) -> Self:
+        names, static = aux
+        node = object.__new__(cls)  # not __init__: JAX unflattens with placeholders that no check should see
+        for name, value in (*static, *zip(names, values, strict=True)):
+            object.__setattr__(node, name, value)
+        object.__setattr__(node, "_children", names)
+        return node
+
+
+def _is_child(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_child, value))
+    return isinstance(value, Node) or is_array(value)

@@ -1,0 +1,102 @@
+"""Ranges of positions: intervals [lo, hi), and how arrays answer for the tiles of a sequence."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FAR = 2**30  # "no bound": past every position, and safe to add to a position in int32
+
+
+def maximum(*values: Any) -> Any:
+    """The largest; a Python int where all are, NumPy where all are known while tracing, else jnp."""
+    return _fold(max, "maximum", values)
+
+
+def minimum(*values: Any) -> Any:
+    """The smallest, as `maximum`."""
+    return _fold(min, "minimum", values)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """`jnp.where`, kept in Python or NumPy where everything is known while tracing."""
+    if isinstance(condition, (bool, np.bool_)):
+        return x if condition else y
+    return _library(condition, x, y).where(condition, x, y)
+
+
+def _fold(python, name, values):
+    result = values[0]
+    for value in values[1:]:
+        both_int = isinstance(result, int) and isinstance(value, int)
+        result = python(result, value) if both_int else getattr(_library(result, value), name)(result, value)
+    return result
+
+
+def _library(*xs):
+    return np if all(isinstance(x, (bool, int, np.ndarray, np.generic)) for x in xs) else jnp
+
+
+def _block_size(size):
+    # Arrays are looked at in blocks: the work for one tile stays near a thousand comparisons up to S = 128k.
+    return min(max(size // 1024, 1), 128)
+
+
+def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
+    """`x` with `axis` cut into the tiles [lo, hi) and each reduced to one value; an axis of size 1 stays as it is."""
+    if x.shape[axis] == 1:
+        return x
+    lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
+    within = np.arange(max(int((hi - lo).max()), 1))
+    rows = np.minimum(lo[:, None] + within, np.minimum(hi, x.shape[axis])[:, None] - 1)
+    return reduce(jnp.take(x, jnp.asarray(rows), axis=axis), axis=axis + 1)
+
+
+def blocks(x: Any, axis: int, reduce: Any) -> tuple[Any, int]:
+    """x [B, N, T, S] with `axis` cut into blocks, moved last: ([B, N, tiles, blocks], block size or 0 for 'all alike')."""
+    size = x.shape[axis]
+    block = _block_size(size)
+    starts = np.arange(0, size, block)
+    x = reduce_tiles(x, axis, starts, starts + block, reduce)
+    return (x if axis == 3 else jnp.swapaxes(x, 2, 3)), (block if size > 1 else 0)
+
+
+def overlaps(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> tuple[Any, int]:
+    """Which blocks of `others` hold an id between the smallest and the largest id of each tile of `ids`."""
+    low, high = (_along_tiles(reduce_tiles(ids, axis, lo, hi, f), axis) for f in (jnp.min, jnp.max))
+    (other_low, block), (other_high, _) = (blocks(others, other_axis, f) for f in (jnp.min, jnp.max))
+    return (other_low <= high) & (low <= other_high), block
+
+
+def equals(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> tuple[Any, int]:
+    """Which blocks of `others` hold one id only, the one id of the tile of `ids`."""
+    low, high = (_along_tiles(reduce_tiles(ids, axis, lo, hi, f), axis) for f in (jnp.min, jnp.max))
+    (other_low, block), (other_high, _) = (blocks(others, other_axis, f) for f in (jnp.min, jnp.max))
+    return (low == high) & (other_low == low) & (other_high == low), block
+
+
+def _along_tiles(x, axis):
+    return x if axis == 2 else jnp.swapaxes(x, 2, 3)
+
+
+def hull(hit: Any, block: int) -> tuple[Any, Any]:
+    """[lo, hi) from the first to the last block that is hit; hit [B, N, tiles, blocks]."""
+    if not block:
+        return -FAR, jnp.where(hit[..., 0], FAR, -FAR)
+    first = jnp.argmax(hit, axis=-1)
+    last = hit.shape[-1] - jnp.argmax(hit[..., ::-1], axis=-1)
+    found = jnp.any(hit, axis=-1)
+    return jnp.where(found, first * block, 0), jnp.where(found, last * block, 0)
+
+
+def first_run(hit: Any, block: int) -> tuple[Any, Any]:
+    """[lo, hi) of the first unbroken run of blocks that are hit."""
+    if not block:
+        return -FAR, jnp.where(hit[..., 0], FAR, -FAR)
+    first = jnp.argmax(hit, axis=-1)
+    index = jax.lax.broadcasted_iota(jnp.int32, hit.shape, hit.ndim - 1)
+    after = ~hit & (index > first[..., None])
+    end = jnp.where(jnp.any(after, axis=-1), jnp.argmax(after, axis=-1), hit.shape[-1])
+    found = jnp.any(hit, axis=-1)
+    return jnp.where(found, first * block, 0), jnp.where(found, end * block, 0)

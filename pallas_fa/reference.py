@@ -1,0 +1,43 @@
+"""The definition of attention in this library: dense, float32 (float64 for float64), no options, plain JAX.
+
+Everything else is tested against it. It may be differentiated any number of times, forward and reverse.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa import masks, tile
+from pallas_fa.problem import Problem
+
+
+def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
+    """Softmax weights [B, N, T, S] and log-sum-exp [B, N, T] of the query rows t0, t0 + 1, ... in q."""
+    q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
+    x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
+    b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
+    x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
+
+    top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
+    p = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    empty = total == 0  # a row with nothing to attend to: weights 0, log-sum-exp -inf, gradients 0
+    total = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    return p / total, lse[..., 0]
+
+
+def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
+    """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N]) of the query rows t0, t0 + 1, ... in q."""
+    lengths = masks.lengths_of(mask)
+    q = tile.zero_padding(q, None if lengths.q_lengths is None else lengths.q_lengths - t0)
+    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
+    p, lse = probabilities(problem, q, k, score, mask, t0)
+    v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
+    out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)
+    return out.astype(problem.dtype), jnp.swapaxes(lse, 1, 2)
+
+
+def _along(axis, shape):
+    return tuple(size if i == axis else 1 for i, size in enumerate(shape))
