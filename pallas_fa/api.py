@@ -102,10 +102,13 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
+def explain(
+    *args: Any, implementation: Any = None, return_residual: bool = False, dropout_rate: float = 0.0, **kwargs: Any
+) -> str:
     """Which implementation `dot_product_attention` would run for these arguments, and why the others would not.
 
-    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
+    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed. `dropout_rate` > 0 asks for
+    `pallas_fa.nn.attention_fn`, which has dropout.
     """
     del return_residual
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
@@ -118,4 +121,4 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
         problems.append(normalise(*args, **kwargs)[0])
 
     jax.eval_shape(record, arrays)
-    return dispatch.explain_choice(problems[0], implementation)
+    return dispatch.explain_choice(problems[0], implementation, dropout=dropout_rate > 0)

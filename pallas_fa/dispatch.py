@@ -1,13 +1,16 @@
 """Which implementation runs a problem, and why the others do not."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_fa import reference, xla
+from pallas_fa import platforms, reference, xla
+from pallas_fa.mosaic_gpu import support
 from pallas_fa.problem import Problem
+from pallas_fa.scores import float_arrays, with_float_arrays
 
 NAMES = ("mosaic_gpu", "xla", "reference")
 _DEFAULT = ("mosaic_gpu", "xla")
@@ -22,20 +25,22 @@ class Implementation:
     backward: Callable[..., Any]
 
 
-def supports(name: str, problem: Problem) -> str | None:
+def supports(name: str, problem: Problem, dropout: bool = False) -> str | None:
     """None if implementation `name` can do `problem` on the platform it is made for, else the reason why not."""
+    if dropout and name != "reference":
+        return "it has no dropout yet (set dropout_rate=0, or let 'reference' do it with the T x S weights in memory)"
     if name == "mosaic_gpu":
-        return "its GPU kernels are not part of this version"
+        return support.supports(problem)
     return xla.supports(problem) if name == "xla" else None
 
 
-def choose(problem: Problem, implementation: Any) -> Implementation:
+def choose(problem: Problem, implementation: Any, dropout: bool = False) -> Implementation:
     """The first of `implementation` (a name, a tuple of names, None for the default order) that can do `problem`.
 
     Raises NotImplementedError with every reason when none can.
     """
-    names = _names(implementation)
-    reasons = {name: supports(name, problem) for name in names}
+    names = _names(implementation, dropout)
+    reasons = {name: supports(name, problem, dropout) for name in names}
     able = [name for name in names if reasons[name] is None]
     if not able:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -43,28 +48,39 @@ def choose(problem: Problem, implementation: Any) -> Implementation:
             f"implementation={implementation!r} cannot do this call: {listed}. Use implementation=None to let the"
             " library choose."
         )
-    return _IMPLEMENTATIONS[able[0]]
+    if able[0] != "mosaic_gpu":
+        return _PORTABLE[able[0]]
+    return _kernels(able[1] if len(able) > 1 else None)
 
 
-def explain_choice(problem: Problem, implementation: Any) -> str:
+def explain_choice(problem: Problem, implementation: Any, dropout: bool = False) -> str:
     """One line for each implementation: what it would do with `problem`."""
-    names = _names(implementation)
-    chosen = next((name for name in names if supports(name, problem) is None), None)
+    names = _names(implementation, dropout)
+    chosen = next((name for name in names if supports(name, problem, dropout) is None), None)
     lines = []
     for name in NAMES:
-        reason = supports(name, problem)
+        reason = supports(name, problem, dropout)
         if name == chosen:
-            verdict = "runs this call"
+            verdict = "runs this call" + _remark(name, dropout)
         elif reason is not None:
             verdict = f"cannot: {reason}"
         else:
-            verdict = "could, but comes later in the order" if name in names else "could, but only when named"
+            verdict = "could; comes later in the order" if name in names else "could, but only when named"
         lines.append(f"{name}: {verdict}")
     return "\n".join(lines)
 
 
-def _names(implementation) -> tuple[str, ...]:
-    names = _DEFAULT if implementation is None else implementation
+def _remark(chosen, dropout):
+    if dropout:
+        return ", dropout in plain jnp with the T x S weights in memory"
+    if chosen == "mosaic_gpu" and not support.cuda_devices():
+        return f" where it is lowered for a CUDA GPU; not on this machine's {jax.default_backend()}"
+    return ""
+
+
+def _names(implementation, dropout=False) -> tuple[str, ...]:
+    default = (*_DEFAULT, "reference") if dropout else _DEFAULT
+    names = default if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"implementation={implementation!r} must be None, a name or a tuple of names of {NAMES}.")
@@ -78,10 +94,27 @@ def _names(implementation) -> tuple[str, ...]:
 
 
 def _reference_backward(problem, q, k, v, score, mask, out, lse, d_out, d_lse):
-    raise AssertionError("the reference is differentiated by JAX")
+    def forward(q, k, v, arrays):
+        return reference.attention(problem, q, k, v, with_float_arrays(score, arrays), mask)
+
+    return jax.vjp(forward, q, k, v, float_arrays(score))[1]((d_out, d_lse))
 
 
-_IMPLEMENTATIONS = {
+_PORTABLE = {
     "xla": Implementation("xla", xla.forward, xla.backward),
     "reference": Implementation("reference", reference.attention, _reference_backward),
 }
+
+
+@functools.cache
+def _kernels(elsewhere: str | None) -> Implementation:
+    """The GPU kernels where the program is lowered for CUDA; implementation `elsewhere`, or an error, on other platforms."""
+    other = _PORTABLE.get(elsewhere)
+
+    def forward(problem, *operands):
+        from pallas_fa.mosaic_gpu.forward import forward as kernel
+
+        fallback = other and functools.partial(other.forward, problem)
+        return platforms.cuda_only(functools.partial(kernel, problem), fallback)(*operands)
+
+    return Implementation("mosaic_gpu", forward, xla.backward)

@@ -23,12 +23,10 @@ import jax.numpy as jnp
 from pallas_fa import ranges
 from pallas_fa.dims import Dims
 from pallas_fa.pytree import Node, is_array, is_static_number
-from pallas_fa.ranges import FAR
+from pallas_fa.ranges import FAR, Range
 
 _EVERYTHING = (-FAR, FAR)
 _NOTHING = (0, 0)
-
-Range = tuple[Any, Any]
 
 
 class Mask(Node):

@@ -83,11 +83,11 @@ def normalise(
     found = [
         _lengths(dims, query_seq_lengths, key_value_seq_lengths),
         masks.Causal() if is_causal else None,
-        _window(local_window_size),
-        _segments(dims, query_segment_ids, key_value_segment_ids),
+        window_mask(local_window_size),
+        segment_mask(dims, query_segment_ids, key_value_segment_ids),
         _mask(mask),
     ]
-    bound_mask = _bind_mask(masks.all_of([m for m in found if m is not None]), dims)
+    bound_mask = bind_mask(masks.all_of([m for m in found if m is not None]), dims)
 
     static_scale, scale_score = _scale(scale, q.shape[-1])
     found = [scale_score, _bias(bias), _soft_cap(logits_soft_cap), _score(score)]
@@ -152,7 +152,8 @@ def _check_shapes(q, k, v) -> Dims:
     return Dims(batch=tuple(q.shape[:-3]), T=q.shape[-3], S=k.shape[-3], N=heads)
 
 
-def _bind_mask(mask, dims):
+def bind_mask(mask, dims) -> masks.Mask | None:
+    """`mask` bound to one call."""
     if mask is None:
         return None
     # Lengths first: the alignment of a bottom-right Causal asks for them.
@@ -220,7 +221,8 @@ def _mask(mask):
     return masks.Dense(mask)
 
 
-def _window(window):
+def window_mask(window) -> masks.Window | None:
+    """`local_window_size`, checked."""
     if window is None:
         return None
     pair = (window, window) if is_static_number(window) else window
@@ -234,7 +236,8 @@ def _window(window):
     return masks.Window(*pair)
 
 
-def _segments(dims, query_ids, key_ids):
+def segment_mask(dims, query_ids, key_ids) -> masks.Segments | None:
+    """The segment ids, checked: int [*B, T] and [*B, S], both or neither."""
     if query_ids is None and key_ids is None:
         return None
     for name, ids in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Range = tuple[Any, Any]
 FAR = 2**30  # "no bound": past every position, and safe to add to a position in int32
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: named workloads, measured into JSONL rows (`benchmarks.run`) and drawn from them (`benchmarks.plot`)."""

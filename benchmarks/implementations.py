@@ -1,0 +1,94 @@
+"""What is measured: this library's implementations and its peers, each as a function of one workload's arrays.
+
+A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
+`tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
+bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
+"""
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.workloads import Workload
+
+LIBRARIES = ("pallas_fa", "jax.nn", "tokamax")
+FORMS = ("", "dense", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute a workload: `attend(workload, arrays, masks)`, with what `masks(workload)` returns."""
+
+    library: str
+    backend: str | None
+    form: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.library}:{self.backend}" + (f"+{self.form}" if self.form else "")
+
+    def applies(self, workload: Workload) -> bool:
+        """Whether this form says anything about `workload` that another form does not say already."""
+        return not self.form or workload.causal or bool(workload.window or workload.documents)
+
+    def masks(self, workload: Workload) -> dict[str, jax.Array]:
+        """The mask arrays that this implementation takes; they get no gradients."""
+        w = workload
+        if self.form:
+            mask = w.dense()
+            return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}
+        if w.documents and self.library == "pallas_fa":
+            return {"ids": w.ids()}
+        if w.documents:
+            return {"mask": w.dense(documents_only=True)}
+        return {"mask": w.dense(padding_only=True)} if w.padding is not None else {}
+
+    def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
+        """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
+        w = workload
+        kwargs: dict[str, Any] = {"mask": masks.get("mask"), "bias": arrays.get("bias")}
+        if "bias" in masks:
+            if w.bias:
+                raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
+            kwargs["bias"] = masks["bias"]
+        if not self.form:
+            kwargs |= {"is_causal": w.causal, "local_window_size": w.window}
+        if w.soft_cap and self.library == "jax.nn":
+            raise NotImplementedError("jax.nn has no soft cap")
+        if w.soft_cap:
+            kwargs["logits_soft_cap"] = w.soft_cap
+        if "ids" in masks:
+            kwargs |= {"query_segment_ids": masks["ids"], "key_value_segment_ids": masks["ids"]}
+        function = _function(self.library)
+        return function(arrays["query"], arrays["key"], arrays["value"], implementation=self.backend, **kwargs)
+
+
+def parse(name: str) -> Implementation:
+    """The implementation called `name`."""
+    library, _, rest = name.partition(":")
+    backend, _, form = rest.partition("+")
+    if library not in LIBRARIES or not backend or form not in FORMS:
+        raise ValueError(
+            f"{name=} is not library:backend[+form] with a library of {LIBRARIES} and a form of {FORMS[1:]}. Write, for"
+            " example, pallas_fa:xla or jax.nn:cudnn+dense."
+        )
+    return Implementation(library, None if backend == "None" else backend, form)
+
+
+def installed(library: str) -> bool:
+    return library != "tokamax" or importlib.util.find_spec("tokamax") is not None
+
+
+def _function(library) -> Any:
+    if library == "jax.nn":
+        return jax.nn.dot_product_attention
+    if library == "tokamax":
+        import tokamax  # pyright: ignore[reportMissingImports]
+
+        return tokamax.dot_product_attention
+    import pallas_fa
+
+    return pallas_fa.dot_product_attention

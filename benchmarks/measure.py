@@ -1,0 +1,194 @@
+"""How one implementation is compiled for one workload, and how several are timed side by side.
+
+Directions: `forward`; `backward`, the pullback alone, with the residuals as its inputs, so that no forward work is in
+it; `fwdbwd`, output and gradients in one program.
+
+Time: a sample is a number of calls in a row (enough to last `target_s`), over its number. On a GPU the host waits once,
+after the last call: a stream runs its work in order, so the sum is the device's. On a CPU it waits after each call, since
+independent calls may overlap there. Inputs small enough to stay in a cache are several sets in turn.
+"""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.implementations import Implementation
+from benchmarks.workloads import Workload
+
+_CACHE_BYTES = 128 * 2**20  # more than any device's last-level cache: inputs in turn exceed it on a GPU
+_MAX_INPUT_SETS = 4
+
+
+@dataclasses.dataclass
+class Program:
+    """One implementation compiled for one workload and direction; `error` says why not."""
+
+    implementation: Implementation
+    workload: Workload
+    direction: str
+    run: Callable[..., Any] | None = None
+    residuals: Callable[..., Any] | None = None  # backward only: arrays, masks -> (out, leaves of the pullback)
+    trace_s: float | None = None
+    compile_s: float | None = None
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+    def compile(self) -> None:
+        """Traces, lowers and compiles; never raises."""
+        try:
+            self._compile()
+        except Exception as error:  # whatever a library raises is this row's result
+            self.error = error_text(error)
+
+    def _compile(self):
+        w, implementation = self.workload, self.implementation
+        arrays, d_out = w.shapes(), w.out_shape()
+        masks = jax.eval_shape(lambda: implementation.masks(w))
+        attend = lambda arrays, masks: implementation.attend(w, arrays, masks)
+
+        def both(arrays, masks, d_out):
+            out, pullback = jax.vjp(lambda arrays: attend(arrays, masks), arrays)
+            return out, pullback(d_out)[0]
+
+        if self.direction == "backward":
+            structures = []
+
+            def forward(arrays, masks):
+                out, pullback = jax.vjp(lambda arrays: attend(arrays, masks), arrays)
+                leaves, structure = jax.tree.flatten(pullback)
+                structures.append(structure)
+                return out, leaves
+
+            def backward(leaves, d_out):
+                return jax.tree.unflatten(structures[0], leaves)(d_out)[0]
+
+            lowered = jax.jit(forward).lower(arrays, masks)
+            self.residuals = lowered.compile()
+            self._finish(jax.jit(backward), lowered.out_info[1], d_out)
+        elif self.direction == "fwdbwd":
+            self._finish(jax.jit(both), arrays, masks, d_out)
+        else:
+            self._finish(jax.jit(attend), arrays, masks)
+
+    def _finish(self, function, *shapes):
+        start = time.perf_counter()
+        lowered = function.lower(*shapes)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+        self.trace_s, self.compile_s = middle - start, time.perf_counter() - middle
+        analysis = compiled.memory_analysis()
+        for name in ("temp", "argument", "output"):
+            self.memory[name] = int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)
+        self.run = compiled
+
+    def bind(self, inputs: list[tuple[dict[str, Any], Any]]) -> "Bound":
+        """The program on input sets (arrays, d_out), as functions without arguments."""
+        assert self.run is not None
+        masks = self.implementation.masks(self.workload)
+        calls = []
+        for arrays, d_out in inputs:
+            if self.direction == "backward":
+                assert self.residuals is not None
+                args = (self.residuals(arrays, masks)[1], d_out)
+            else:
+                args = (arrays, masks, d_out)[: 3 if self.direction == "fwdbwd" else 2]
+            calls.append(args)
+        return Bound(self, calls)
+
+    def results(self, outputs: Any) -> dict[str, Any]:
+        """Outputs by name: 'out', and gradients by the names of the inputs."""
+        if self.direction == "forward":
+            return {"out": outputs}
+        return outputs if self.direction == "backward" else {"out": outputs[0], **outputs[1]}
+
+
+@dataclasses.dataclass
+class Bound:
+    """A program with its arguments on the device, and its samples: seconds a call, wall-clock and of the process."""
+
+    program: Program
+    arguments: list[Any]
+    calls: int = 1
+    wall: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+
+    def first(self) -> tuple[Any, float]:
+        """(outputs, seconds) of the first call, in which a library may still prepare something."""
+        assert self.program.run is not None
+        start = time.perf_counter()
+        outputs = jax.block_until_ready(self.program.run(*self.arguments[0]))
+        return outputs, time.perf_counter() - start
+
+    def warm_up(self, target_s: float) -> None:
+        """Chooses the number of calls in a sample."""
+        self.calls = 1
+        self.sample()
+        self.calls = int(np.clip(np.ceil(target_s / max(self.wall[-1], 1e-7)), 1, 1000))
+        self.wall.clear()
+        self.cpu.clear()
+
+    def sample(self) -> float:
+        """One sample: seconds a call."""
+        run, arguments = self.program.run, self.arguments
+        assert run is not None
+        wait_each = jax.devices()[0].platform == "cpu"
+        outputs = None
+        start, start_cpu = time.perf_counter(), time.process_time()
+        for i in range(self.calls):
+            outputs = run(*arguments[i % len(arguments)])
+            if wait_each:
+                jax.block_until_ready(outputs)
+        jax.block_until_ready(outputs)
+        wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+        self.wall.append(wall / self.calls)
+        self.cpu.append(cpu / self.calls)
+        return self.wall[-1]
+
+
+def input_sets(workload: Workload) -> list[tuple[dict[str, Any], Any]]:
+    """Random inputs; on a GPU several sets where one would stay in its cache."""
+    size = sum(x.size * x.dtype.itemsize for x in (*workload.shapes().values(), workload.out_shape()))
+    on_cpu = jax.devices()[0].platform == "cpu"
+    count = 1 if on_cpu else int(np.clip(-(-_CACHE_BYTES // size), 1, _MAX_INPUT_SETS))
+    return [workload.inputs(seed) for seed in range(count)]
+
+
+def take_turns(
+    others: list[Bound], baseline: Bound | None, rounds: int, deadline: float, after: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Samples all: in each round the others in random order, each next to a sample of the baseline, in random order.
+
+    Returns, by name, baseline time over own time for each pair. Stops between rounds at `deadline` (of
+    time.monotonic), after three rounds at least.
+    """
+    order = random.Random(0)
+    ratios: dict[str, list[float]] = {b.program.implementation.name: [] for b in others}
+    for i in range(rounds):
+        if i >= 3 and time.monotonic() > deadline:
+            break
+        shuffled = order.sample(others, len(others))
+        for bound in shuffled:
+            if baseline is None:
+                bound.sample()
+            elif order.random() < 0.5:
+                ratios[bound.program.implementation.name].append(baseline.sample() / bound.sample())
+            else:
+                own = bound.sample()
+                ratios[bound.program.implementation.name].append(baseline.sample() / own)
+        if baseline is not None and not others:
+            baseline.sample()
+        after()
+    return ratios
+
+
+def error_text(error: Exception) -> str:
+    """The first lines of an error, as one line without paths."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines)[:300]
+    words = [word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in text.split(" ")]
+    return f"{type(error).__name__}: {' '.join(words)}"

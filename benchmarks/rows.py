@@ -1,0 +1,121 @@
+"""Rows of results: one JSON object a line, one line for each (workload, implementation, direction); and their table."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.measure import Bound, Program
+
+Row = dict[str, Any]
+
+
+def common(suite: str, run: str, commit: str | None) -> Row:
+    """What all rows of one run share."""
+    return {
+        "run": run,
+        "suite": suite,
+        "platform": jax.devices()[0].platform,
+        "device": machine.device_kind(),
+        "versions": machine.versions(),
+        "commit": commit or machine.commit(),
+    }
+
+
+def compiled(program: Program) -> Row:
+    """What is known of a program before it runs."""
+    w = program.workload
+    return {
+        "workload": w.name,
+        "implementation": program.implementation.name,
+        "direction": program.direction,
+        "shape": {letter: getattr(w, letter) for letter in ("B", "T", "S", "N", "K", "H", "Hv")},
+        "dtype": w.dtype,
+        "mask": w.mask,
+        "series": w.series,
+        "provenance": w.provenance,
+        "config": None,  # tiles of a kernel: None is the library's own choice
+        "flops": w.flops(program.direction),
+        "trace_s": _rounded(program.trace_s),
+        "compile_s": _rounded(program.compile_s),
+        **{f"{name}_bytes": size for name, size in program.memory.items()},
+        "error": program.error,
+    }
+
+
+def timed(bound: Bound, ratios: list[float], baseline: str | None) -> Row:
+    """What the samples say: times in milliseconds, TFLOP/s of the median, the median of the paired ratios."""
+    milliseconds = np.array(bound.wall) * 1e3
+    p50, p90 = np.percentile(milliseconds, [50, 90])
+    is_baseline = bound.program.implementation.name == baseline
+    row = {
+        "p50_ms": _rounded(p50),
+        "p90_ms": _rounded(p90),
+        "min_ms": _rounded(milliseconds.min()),
+        "tflops": _rounded(bound.program.workload.flops(bound.program.direction) / p50 / 1e9),
+        "samples": len(milliseconds),
+        "calls_per_sample": bound.calls,
+        "baseline": baseline,
+        "ratio": 1.0 if is_baseline else _rounded(np.median(ratios)) if ratios else None,
+    }
+    if jax.devices()[0].platform == "cpu":
+        row["cpu_p50_ms"] = _rounded(np.median(bound.cpu) * 1e3)
+    return row
+
+
+def accuracy(errors: dict[str, dict[str, float]], checked_rows: int) -> Row:
+    """The worst of all outputs, and each."""
+    if not errors:
+        return {}
+    rounded = {name: {k: float(f"{x:.3g}") for k, x in each.items()} for name, each in errors.items()}
+    return {
+        "max_error": max(x["max"] for x in rounded.values()),
+        "mean_error": max(x["mean"] for x in rounded.values()),
+        "errors": rounded,
+        "checked_query_rows": checked_rows,
+    }
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """All rows of JSONL files."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+
+
+def table(rows: list[Row], baseline: str | None) -> str:
+    """The rows as text, grouped by workload and direction; the last column is `baseline` time over own time."""
+    head = ["workload", "direction", "implementation", "p50 ms", "p90", "TFLOP/s", "temp MiB", "max error"]
+    lines = [[*head, f"x {baseline}" if baseline else "ratio"]]
+    last = None
+    for row in sorted(rows, key=lambda r: (_order(rows, r["workload"]), r["direction"])):
+        group = (row["workload"], row["direction"])
+        start = list(group) if group != last else ["", ""]
+        last = group
+        if row.get("p50_ms") is None:
+            lines.append([*start, row["implementation"], "-", "", "", _mib(row), "", _short(row.get("error"))])
+            continue
+        error = f"{row['max_error']:.1e}" if row.get("max_error") is not None else ""
+        ratio = f"{row['ratio']:.2f}" if row.get("ratio") is not None else ""
+        times = [f"{row['p50_ms']:.4g}", f"{row['p90_ms']:.4g}", f"{row['tflops']:.3g}"]
+        lines.append([*start, row["implementation"], *times, _mib(row), error, ratio])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join("  ".join(c.ljust(n) for c, n in zip(line, [*widths, 0], strict=True)).rstrip() for line in lines)
+
+
+def _order(rows, workload):
+    return next(i for i, row in enumerate(rows) if row["workload"] == workload)
+
+
+def _mib(row):
+    return f"{row['temp_bytes'] / 2**20:.1f}" if row.get("temp_bytes") is not None else ""
+
+
+def _short(text):
+    return text if text is None or len(text) <= 70 else text[:67] + "..."
+
+
+def _rounded(x):
+    return None if x is None else float(f"{x:.4g}")

@@ -1,0 +1,108 @@
+"""Float64 truth for a slice of a workload, written apart from the library, and the errors against it.
+
+The slice is the last key head with its group of query heads, of the last batch entry; of every entry where there is a
+bias, whose gradient is a sum over them. All query rows are computed where that is affordable, which gives every gradient;
+else a few rows, which give the output and dq.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.workloads import Workload
+
+_BLOCK = 2**22  # logits in flight
+_ROWS = 64  # query rows that are checked where all of them would be too many
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """Rows `rows` of a slice in float64: out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S]."""
+
+    workload: Workload
+    rows: np.ndarray
+    values: dict[str, np.ndarray]
+
+    def errors(self, results: dict[str, Any]) -> dict[str, dict[str, float]]:
+        """For each result that the truth covers: largest and mean absolute error over the truth's largest and mean."""
+        found = {}
+        for name, want in self.values.items():
+            if name not in results:
+                continue
+            have = np.asarray(_cut(self.workload, self.rows, name, results[name]), np.float64)
+            error = np.abs(have - want)
+            found[name] = {
+                "max": float(error.max() / max(np.abs(want).max(), 1e-30)),
+                "mean": float(error.mean() / max(np.abs(want).mean(), 1e-30)),
+            }
+        return found
+
+
+def _entries(w: Workload) -> int:
+    return w.B if w.bias else 1
+
+
+def _cut(w, rows, name, x):
+    b, group = _entries(w), w.N // w.K
+    if name in ("out", "query"):
+        return x[-b:][:, rows, -group:]
+    if name in ("key", "value"):
+        return x[-b:, :, -1]
+    return jnp.swapaxes(jnp.broadcast_to(x, (1, w.N, w.T, w.S))[0, -group:][:, rows], 0, 1)
+
+
+def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> Truth:
+    """Truth of `w` at `arrays`; every row where the slice has at most `affordable` logits."""
+    b, group = _entries(w), w.N // w.K
+    whole = b * group * w.T * w.S <= affordable
+    rows = np.arange(w.T) if whole else np.unique(np.linspace(0, w.T - 1, _ROWS).astype(int))
+    per_block = max(1, min(len(rows), _BLOCK // (b * group * w.S)))
+    starts = range(0, len(rows), per_block)
+    q, do = (_cut(w, rows, "query", x) for x in (arrays["query"], d_out))
+    k, v = (_cut(w, rows, name, arrays[name]) for name in ("key", "value"))
+    bias = _cut(w, rows, "bias", arrays["bias"]) if w.bias else None
+    lo, hi = (np.broadcast_to(x, (w.B, w.T))[-b:, rows] for x in w.bounds())
+    parts = []
+    with jax.enable_x64(True):
+        k, v = (jnp.asarray(x).astype(jnp.float64) for x in (k, v))
+        for i in starts:
+            cut = slice(i, i + per_block)
+            bias_i = None if bias is None else jnp.moveaxis(bias[cut], 0, 1)
+            part = _rows(w.soft_cap, q[:, cut], k, v, do[:, cut], bias_i, lo[:, cut], hi[:, cut])
+            parts.append({name: np.asarray(x) for name, x in part.items()})
+    values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
+    if whole:
+        values |= {name: sum(p[name] for p in parts) for name in ("key", "value")}
+    if w.bias:
+        values["bias"] = np.concatenate([p["bias"] for p in parts])
+    return Truth(w, rows, values)
+
+
+@jax.jit(static_argnums=0)
+def _rows(soft_cap, q, k, v, d_out, bias, lo, hi):
+    """q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, lo and hi [b, t] -> outputs and gradients."""
+    q, d_out = (x.astype(jnp.float64) for x in (q, d_out))
+    scale = q.shape[-1] ** -0.5
+    x = scale * jnp.einsum("btgh,bsh->bgts", q, k)
+    x = x if bias is None else x + bias.astype(jnp.float64)
+    slope = jnp.ones_like(x)
+    if soft_cap:
+        capped = jnp.tanh(x / soft_cap)
+        x, slope = soft_cap * capped, 1 - capped**2
+    s = lax.broadcasted_iota(lo.dtype, (1, 1, 1, k.shape[1]), 3)
+    ok = (lo[:, None, :, None] <= s) & (s < hi[:, None, :, None])
+    p = jax.nn.softmax(jnp.where(ok, x, -jnp.inf), axis=-1, where=ok)
+    p = jnp.where(ok, p, 0)
+    dp = jnp.einsum("btgh,bsh->bgts", d_out, v)
+    ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * slope
+    results = {
+        "out": jnp.einsum("bgts,bsh->btgh", p, v),
+        "query": scale * jnp.einsum("bgts,bsh->btgh", ds, k),
+        "key": scale * jnp.einsum("bgts,btgh->bsh", ds, q),
+        "value": jnp.einsum("bgts,btgh->bsh", p, d_out),
+    }
+    return results if bias is None else results | {"bias": jnp.swapaxes(ds.sum(axis=0), 0, 1)}

@@ -1,0 +1,232 @@
+"""Named workloads: shapes, masks and scores, where they come from, and how much work each one is."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BACKWARD_FLOPS = 2.5  # five matmuls against the forward's two, as the FlashAttention papers count
+FLOPS_FACTOR = {"forward": 1.0, "backward": BACKWARD_FLOPS, "fwdbwd": 1.0 + BACKWARD_FLOPS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One attention problem. Letters as in `pallas_fa`: B batch, T queries, S keys, N query heads, K key heads, H, Hv.
+
+    The masks are all of a kind that lets every query see one interval of keys, so that allowed pairs can be counted.
+    """
+
+    name: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int, int] | None = None  # (left, right), both ends included
+    documents: int | None = None  # length of the packed documents, told apart by segment ids
+    padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
+    soft_cap: float | None = None
+    bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
+    timed: bool = True  # False: compiled for its memory only
+    series: str = ""  # workloads of one series differ in S only: the lines of the plot
+    provenance: str = ""
+
+    @property
+    def mask(self) -> str:
+        """The masks and scores in words, such as 'causal window(1024,0)'."""
+        words = ["causal"] if self.causal else []
+        words += [f"window({self.window[0]},{self.window[1]})"] if self.window else []
+        words += [f"documents({self.documents})"] if self.documents else []
+        words += [f"padding({self.padding:g})"] if self.padding is not None else []
+        words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
+        words += [f"bias({self.bias})"] if self.bias else []
+        return " ".join(words) or "full"
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lo, hi), each [B or 1, T]: query t of entry b may attend to the keys lo <= s < hi."""
+        t = np.arange(self.T)[None]
+        lo, hi = np.zeros_like(t), np.full_like(t, self.S)
+        if self.causal:
+            hi = np.minimum(hi, t + 1)
+        if self.window:
+            lo, hi = np.maximum(lo, t - self.window[0]), np.minimum(hi, t + self.window[1] + 1)
+        if self.documents:
+            first = t // self.documents * self.documents
+            lo, hi = np.maximum(lo, first), np.minimum(hi, first + self.documents)
+        if self.padding is not None:
+            hi = np.minimum(hi, self.lengths()[:, None])
+        return lo, hi
+
+    def lengths(self) -> np.ndarray:
+        """[B]: how many keys are real, from (1 - padding) S to S."""
+        return np.linspace((1 - (self.padding or 0)) * self.S, self.S, self.B).round().astype(np.int64)
+
+    def pairs(self) -> int:
+        """Allowed (query, key) pairs of one head, summed over the batch."""
+        lo, hi = self.bounds()
+        each = np.maximum(hi - lo, 0).sum(axis=1)
+        return int(each.sum()) if len(each) == self.B else int(each[0]) * self.B
+
+    def flops(self, direction: str) -> float:
+        """Floating-point operations, allowed pairs only: 2 (H + Hv) a pair and head forward."""
+        return 2.0 * (self.H + self.Hv) * self.N * self.pairs() * FLOPS_FACTOR[direction]
+
+    def bias_shape(self) -> tuple[int, ...] | None:
+        sizes = zip("BNTS", (self.B, self.N, self.T, self.S), strict=True)
+        return tuple(n if c in self.bias else 1 for c, n in sizes) if self.bias else None
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What gets gradients: query, key, value and, where there is one, bias."""
+        shapes = {
+            "query": (self.B, self.T, self.N, self.H),
+            "key": (self.B, self.S, self.K, self.H),
+            "value": (self.B, self.S, self.K, self.Hv),
+        }
+        if self.bias:
+            shapes["bias"] = self.bias_shape()
+        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
+
+    def out_shape(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.B, self.T, self.N, self.Hv), jnp.dtype(self.dtype))
+
+    def inputs(self, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Array]:
+        """(random normal arrays of `shapes`, random normal cotangent of the output)."""
+        return _normal(seed, self.shapes(), self.out_shape())
+
+    def dense(self, *, padding_only: bool = False, documents_only: bool = False) -> jax.Array:
+        """The mask as a bool array [B or 1, 1, T or 1, S]."""
+        if padding_only:
+            return (np.arange(self.S) < self.lengths()[:, None])[:, None, None, :] * jnp.ones((), bool)
+        bare = dataclasses.replace(self, causal=False, window=None, padding=None) if documents_only else self
+        lo, hi = (jnp.asarray(x[:, None, :, None], jnp.int32) for x in bare.bounds())
+        return _between(lo, hi, self.S)
+
+    def ids(self) -> jax.Array:
+        """Segment ids [B, S] (T = S) of the packed documents."""
+        assert self.documents and self.T == self.S
+        return jnp.broadcast_to(jnp.arange(self.S, dtype=jnp.int32) // self.documents, (self.B, self.S))
+
+
+def _normal(seed, shapes, out_shape):
+    def draw(key, like):
+        return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
+
+    keys = jax.random.split(jax.random.key(seed), len(shapes) + 1)
+    one = jax.jit(draw, static_argnums=1)
+    arrays = {name: one(k, like) for (name, like), k in zip(shapes.items(), keys[1:], strict=True)}
+    return arrays, one(keys[0], out_shape)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _between(lo, hi, size):
+    s = jnp.arange(size)
+    return (lo <= s) & (s < hi)
+
+
+def self_attention(name: str, B: int, S: int, N: int, H: int, *, K: int | None = None, **rest: Any) -> Workload:
+    """T = S and H = Hv; MHA unless K is given."""
+    return Workload(name, B=B, T=S, S=S, N=N, K=K or N, H=H, Hv=H, **rest)
+
+
+def _cpu() -> list[Workload]:
+    f32 = {"dtype": "float32"}
+    base = {"B": 1, "N": 8, "H": 64, **f32}
+    required = "project requirement: float32, B=1 N=8 H=64"
+    return [
+        self_attention("causal-2048", S=2048, causal=True, provenance=f"{required}, time", **base),
+        self_attention("full-2048", S=2048, provenance="as causal-2048, every pair allowed", **base),
+        self_attention(
+            "causal-2048-bf16", S=2048, causal=True, provenance="as causal-2048", **{**base, "dtype": "bfloat16"}
+        ),
+        self_attention("gqa-2048", S=2048, K=2, causal=True, provenance="as causal-2048, 8 query heads on 2", **base),
+        self_attention(
+            "window-2048", S=2048, causal=True, window=(255, 0), provenance="Mistral-like sliding window", **base
+        ),
+        self_attention(
+            "documents-2048", S=2048, causal=True, documents=256, provenance="packed pretraining batches", **base
+        ),
+        self_attention("softcap-2048", S=2048, causal=True, soft_cap=50.0, provenance="Gemma 2", **base),
+        self_attention("bias-1024", S=1024, bias="NTS", provenance="T5-like relative bias, trained", **base),
+        self_attention("ragged-1000", S=1000, causal=True, provenance="no power of two divides it well", **base),
+        self_attention("small-128", B=8, S=128, N=4, H=32, causal=True, provenance="the tiny GPT of models/", **f32),
+        self_attention("batch-256", B=32, S=256, N=16, H=64, causal=True, provenance="many short sequences", **f32),
+        Workload("decode-4096", 1, 1, 4096, 8, 8, 64, 64, "float32", provenance="one token against a cache"),
+        self_attention("causal-8192", S=8192, causal=True, provenance=f"{required}, memory", **base),
+    ]
+
+
+_PAPER = "FlashAttention papers: B*S = 16384, N*H = 2048"
+
+
+def _hopper_table() -> list[Workload]:
+    """Tables of the FlashAttention papers: H x (full, causal) x S, 16384 tokens, width 2048."""
+    return [
+        self_attention(
+            f"h{H}-{'causal' if causal else 'full'}-{S}",
+            B=16384 // S,
+            S=S,
+            N=2048 // H,
+            H=H,
+            causal=causal,
+            series=f"h{H}-{'causal' if causal else 'full'}",
+            provenance=_PAPER,
+        )
+        for H in (64, 128, 256)
+        for causal in (False, True)
+        for S in (1024, 4096, 16384)
+    ] + [self_attention("gqa-4096", B=4, S=4096, N=32, K=4, H=128, causal=True, provenance="Llama-like, 32 on 4 heads")]
+
+
+def _hopper_masks() -> list[Workload]:
+    base = {"B": 2, "S": 8192, "N": 16, "H": 128}
+    return [
+        self_attention("h128-full-8192", provenance="no mask: what masks are compared with", **base),
+        self_attention("h128-causal-8192", causal=True, provenance="causal alone", **base),
+        self_attention("window-8192", causal=True, window=(1023, 0), provenance="sliding window of 1024 keys", **base),
+        self_attention("documents-8192", causal=True, documents=1024, provenance="packed documents of 1024", **base),
+        self_attention("softcap-8192", causal=True, soft_cap=20.0, provenance="soft cap of 20", **base),
+        self_attention("bias-8192", bias="NTS", provenance="full bias [1, N, S, S]", **base),
+        self_attention("padding-8192", padding=0.0, provenance="[B, 1, 1, S] mask that hides nothing", **base),
+        self_attention("padding-half-8192", padding=0.5, provenance="[B, 1, 1, S] mask, up to half hidden", **base),
+    ]
+
+
+def _alphafold() -> list[Workload]:
+    what = "AlphaFold-like: rows with a pair bias shared over 64 rows and a key mask"
+    return [self_attention("alphafold-768", B=64, S=768, N=4, H=64, bias="NTS", padding=0.25, provenance=what)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Workloads that are measured together, and what is measured on them by default."""
+
+    workloads: tuple[Workload, ...]
+    directions: tuple[str, ...]
+    implementations: tuple[str, ...]
+    baseline: str
+
+
+_CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
+_GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
+_GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
+
+
+@functools.cache
+def suites() -> dict[str, Suite]:
+    """All suites by name."""
+    both = ("forward", "fwdbwd")
+    return {
+        "cpu": Suite(tuple(_cpu()), both, _CPU, "jax.nn:xla"),
+        "hopper-forward": Suite(tuple(_hopper_table()), ("forward",), _GPU, "jax.nn:cudnn"),
+        "hopper-backward": Suite(tuple(_hopper_table()), ("backward",), _GPU, "jax.nn:cudnn"),
+        "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+    }

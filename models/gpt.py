@@ -1,0 +1,178 @@
+"""A GPT in Flax NNX: RoPE, RMSNorm, SwiGLU, grouped query heads, a tied embedding, a key/value cache.
+
+Shape letters are those of `pallas_fa.dot_product_attention`: B batch, T query length, S key length, N query heads,
+K key/value heads, H head dim; D is the model's width and V its vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_fa
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """What fixes a GPT's parameters, and how it computes. Parameters are float32 whatever `dtype` is."""
+
+    layers: int
+    width: int  # D
+    heads: int  # N
+    kv_heads: int  # K
+    hidden: int  # inner width of the SwiGLU
+    context: int  # T in training; RoPE itself knows no limit
+    vocab: int = 256  # V: one token is one byte
+    rope_base: float = 10_000.0
+    dtype: Any = jnp.float32
+    implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
+
+    def __post_init__(self):
+        if self.width % self.heads or self.head_dim % 2:
+            raise ValueError(
+                f"width={self.width} with heads={self.heads}: RoPE needs an even head dim, so width must be an even "
+                "multiple of heads; change one of the two."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each key head serves a whole "
+                "number of query heads: choose a divisor of heads."
+            )
+
+    @property
+    def head_dim(self) -> int:  # H
+        return self.width // self.heads
+
+
+# The shapes of gpt2-small and gpt2-medium are GPT-2's; the SwiGLU's three matrices have the parameters of its two.
+SIZES = {
+    "nano": GPTConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=96, context=32),
+    "tiny": GPTConfig(layers=3, width=128, heads=4, kv_heads=2, hidden=384, context=128),
+    "small": GPTConfig(layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=512),
+    "gpt2-small": GPTConfig(layers=12, width=768, heads=12, kv_heads=12, hidden=2048, context=1024),
+    "gpt2-medium": GPTConfig(layers=24, width=1024, heads=16, kv_heads=16, hidden=2736, context=1024),
+    "1b": GPTConfig(layers=16, width=2048, heads=16, kv_heads=8, hidden=8192, context=2048),
+}
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens read so far; `length` of the S places are filled, in every sequence alike."""
+
+    key: jax.Array  # [layers, B, S, K, H]
+    value: jax.Array  # [layers, B, S, K, H]
+    length: jax.Array  # int32 []
+
+    @classmethod
+    def empty(cls, config: GPTConfig, batch: int, capacity: int) -> KVCache:
+        shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
+        return cls(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype), jnp.zeros((), jnp.int32))
+
+
+def rope(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
+    """Rotates each pair (x[i], x[i + H/2]) by position * base**(-2i/H) (Su et al., 2021).
+
+    x [B,T,N,H], positions [T].
+    """
+    half = x.shape[-1] // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
+    # Angles in float32: bfloat16 can't tell position 1000 from 1001.
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies  # [T, 1, H/2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _linear(inputs: int, outputs: int, config: GPTConfig, rngs: nnx.Rngs, scale: float = 1.0) -> nnx.Linear:
+    init = nnx.initializers.variance_scaling(scale, "fan_in", "truncated_normal")
+    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, dtype=config.dtype, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with RoPE. With a cache, its queries also see what the cache holds."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.query = _linear(config.width, config.heads * config.head_dim, config, rngs)
+        self.key = _linear(config.width, config.kv_heads * config.head_dim, config, rngs)
+        self.value = _linear(config.width, config.kv_heads * config.head_dim, config, rngs)
+        # The residual stream sums 2 * layers such outputs; dividing the variance keeps its size (GPT-2).
+        self.out = _linear(config.width, config.width, config, rngs, scale=0.5 / config.layers)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, past: tuple[jax.Array, jax.Array] | None):
+        """x [B,T,D], positions [T], past = (keys, values) each [B,S,K,H] or None -> ([B,T,D], past)."""
+        c = self.config
+        b, t, _ = x.shape
+        query = rope(self.query(x).reshape(b, t, c.heads, c.head_dim), positions, c.rope_base)
+        key = rope(self.key(x).reshape(b, t, c.kv_heads, c.head_dim), positions, c.rope_base)
+        value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
+        if past is None:
+            out = pallas_fa.dot_product_attention(
+                query, key, value, is_causal=True, implementation=c.implementation
+            )  # [B,T,N,H]
+        else:
+            start = (0, positions[0], 0, 0)
+            key = jax.lax.dynamic_update_slice(past[0], key.astype(past[0].dtype), start)
+            value = jax.lax.dynamic_update_slice(past[1], value.astype(past[1].dtype), start)
+            past = (key, value)
+            # Query t stands at positions[t]: it sees what was read before it, and none of the empty places.
+            mask = pallas_fa.masks.Causal(offset=jnp.broadcast_to(positions[0], (b,)))
+            out = pallas_fa.dot_product_attention(query, key, value, mask=mask, implementation=c.implementation)
+        return self.out(out.reshape(b, t, c.width)), past
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.gate = _linear(config.width, config.hidden, config, rngs)
+        self.up = _linear(config.width, config.hidden, config, rngs)
+        self.down = _linear(config.hidden, config.width, config, rngs, scale=0.5 / config.layers)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, past: tuple[jax.Array, jax.Array] | None):
+        out, past = self.attention(self.attention_norm(x), positions, past)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), past
+
+
+class GPT(nnx.Module):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(0.02)
+        self.embedding = nnx.Embed(config.vocab, config.width, embedding_init=init, dtype=config.dtype, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
+        """tokens int [B,T] -> (logits float32 [B,T,V], the cache with these tokens added).
+
+        Without a cache the tokens stand at 0..T-1; with one, at length..length+T-1, and length + T must not exceed
+        its capacity S (that is the caller's to count: length is known only when the program runs).
+        """
+        start = 0 if cache is None else cache.length
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        x = self.embedding(tokens)  # [B,T,D]
+        keys, values = [], []
+        for layer, block in enumerate(self.blocks):
+            past = None if cache is None else (cache.key[layer], cache.value[layer])
+            x, past = block(x, positions, past)
+            if past is not None:
+                keys.append(past[0])
+                values.append(past[1])
+        if cache is not None:
+            cache = KVCache(jnp.stack(keys), jnp.stack(values), cache.length + tokens.shape[1])
+        return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache

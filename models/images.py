@@ -1,0 +1,61 @@
+"""The task of `--task images`: the ViT on handwritten digits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.data import Digits
+from models.step import Params
+from models.vit import SIZES, ViT, ViTConfig
+
+
+def model_config(size: str, dtype: str, implementation: str | None) -> ViTConfig:
+    return dataclasses.replace(SIZES[size], dtype=jnp.dtype(dtype), implementation=implementation)
+
+
+class ImageTask:
+    """Classification. Losses are reported in nats."""
+
+    name = "ViT on digits"
+    unit = "nats"
+    per_unit = 1.0
+    items = "images"
+
+    def __init__(self, config: ViTConfig, digits: Digits, batch: int, seed: int):
+        self.model, self.digits, self.seed = ViT(config), digits, seed
+        self.batch_size = self.items_per_step = batch
+        tokens = (digits.train_images.shape[1] // config.patch) ** 2
+        self.attention_shape = (tokens, config.heads, config.heads, config.width // config.heads)  # T, N, K, H
+        self.source = (
+            f"scikit-learn's digits: {len(digits.train_labels)} to train on, {len(digits.validation_labels)} held out"
+        )
+        self._logits = jax.jit(self.logits)
+
+    def init(self) -> Params:
+        images = jnp.zeros((1, *self.digits.train_images.shape[1:]))
+        return jax.jit(self.model.init)(jax.random.key(self.seed), images)["params"]
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.digits.batch(self.seed, step, self.batch_size)
+
+    def logits(self, params: Params, images: jax.Array) -> jax.Array:
+        """images [B,8,8,1] -> float32 [B,10]."""
+        return cast(jax.Array, self.model.apply({"params": params}, images))
+
+    def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Mean cross-entropy in nats, float32 []. batch: (images [B,8,8,1], labels [B])."""
+        images, labels = batch
+        return optax.softmax_cross_entropy_with_integer_labels(self.logits(params, images), labels).mean()
+
+    def validate(self, params: Params) -> dict[str, float]:
+        logits = self._logits(params, self.digits.validation_images)
+        labels = self.digits.validation_labels
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        accuracy = (np.asarray(logits).argmax(axis=1) == labels).mean()
+        return {"validation_loss": float(losses.mean()), "validation_accuracy": float(accuracy)}

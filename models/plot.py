@@ -1,0 +1,48 @@
+"""The loss curve of a run, drawn from its metrics alone: `python -m models.plot runs/text-tiny`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from models.metrics import read_rows
+
+METRICS, PICTURE = "metrics.jsonl", "loss.png"  # inside a run's folder
+
+
+def plot_run(folder: Path, unit: str = "", baseline: tuple[str, float] | None = None) -> Path:
+    """Draws training and validation loss over steps, and a (name, value) to compare with. Returns the PNG's path."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot
+
+    rows = read_rows(folder / METRICS)
+    train = np.array([(row["step"], row["loss"]) for row in rows if "loss" in row])
+    validation = np.array([(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row])
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    if len(train):
+        axes.plot(*train.T, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
+        window = max(1, len(train) // 50)
+        smooth = np.convolve(train[:, 1], np.ones(window) / window, "valid")
+        axes.plot(train[window - 1 :, 0], smooth, color="tab:blue", label=f"training, mean of {window} steps")
+        # The first steps would squeeze all the others to the floor.
+        axes.set_ylim(0, 1.1 * max(np.quantile(train[:, 1], 0.98), baseline[1] if baseline else 0))
+    if len(validation):
+        axes.plot(*validation.T, "o-", color="tab:orange", label=f"validation, {validation[-1, 1]:.3f} at the end")
+    if baseline:
+        axes.axhline(baseline[1], color="gray", linestyle="--", label=f"{baseline[0]}, {baseline[1]:.3f}")
+    axes.set(xlabel="step", ylabel=f"loss, {unit}" if unit else "loss", title=folder.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / PICTURE, dpi=120)
+    pyplot.close(figure)
+    return folder / PICTURE
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / METRICS).is_file():
+        sys.exit(f"usage: python -m models.plot FOLDER, where FOLDER holds a run's {METRICS}")
+    print(plot_run(Path(sys.argv[1])))

@@ -1,0 +1,243 @@
+"""The command line of `models.train`: every argument, its default for each size, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from models.checkpoint import list_steps
+from models.errors import UsageError
+
+RUNS = Path("runs")
+CHECKPOINTS, RECORD = "checkpoints", "run.json"  # inside a run's folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A run. `python -m models.train --help` says what each field means."""
+
+    task: str
+    size: str
+    data: str | None
+    steps: int
+    batch: int
+    context: int
+    learning_rate: float
+    warmup: int
+    seed: int
+    optimizer: str
+    dtype: str
+    implementation: str | None
+    out: Path
+    resume: bool
+    checkpoint_every: int
+    keep: int
+    validate_every: int
+    log_every: int
+    validation_bytes: int
+    sample_bytes: int
+    prompt: str
+    temperature: float
+
+
+# What must be the same when a run is resumed: it fixes the parameters that come out.
+FIXED = ("task", "size", "steps", "batch", "context", "learning_rate", "warmup", "seed", "optimizer", "dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """The defaults of one size."""
+
+    steps: int
+    batch: int
+    context: int
+    learning_rate: float
+    optimizer: str = "adamw"
+
+
+# The tiny sizes are for two CPU cores, and were chosen there (models/README.md); the larger ones are for GPUs.
+TASKS = {
+    "text": {
+        "nano": Preset(steps=200, batch=8, context=32, learning_rate=5e-3),
+        "tiny": Preset(steps=1400, batch=16, context=128, learning_rate=6e-3, optimizer="muon"),
+        "small": Preset(steps=3000, batch=32, context=512, learning_rate=1e-3),
+        "gpt2-small": Preset(steps=10_000, batch=32, context=1024, learning_rate=6e-4),
+        "gpt2-medium": Preset(steps=20_000, batch=32, context=1024, learning_rate=3e-4),
+        "1b": Preset(steps=20_000, batch=16, context=2048, learning_rate=2e-4),
+    },
+    "images": {
+        "nano": Preset(steps=100, batch=64, context=0, learning_rate=1e-2),
+        "tiny": Preset(steps=1000, batch=64, context=0, learning_rate=2e-3),
+    },
+}
+
+# The defaults that no size changes.
+COMMON: dict[str, Any] = {
+    "data": None,
+    "seed": 0,
+    "dtype": "float32",
+    "implementation": None,
+    "checkpoint_every": 200,
+    "keep": 3,
+    "validate_every": 200,
+    "log_every": 10,
+    "validation_bytes": 2**18,
+    "sample_bytes": 500,
+    "prompt": "def ",
+    "temperature": 0.8,
+}
+
+Rule = tuple[str, Callable[[Any], bool]]
+AT_LEAST_1: Rule = ("be at least 1", lambda value: value >= 1)
+AT_LEAST_0: Rule = ("not be negative", lambda value: value >= 0)
+POSITIVE: Rule = ("be a positive finite number", lambda value: 0 < value < math.inf)
+RULES: dict[str, Rule] = {
+    "steps": AT_LEAST_1, "batch": AT_LEAST_1, "checkpoint_every": AT_LEAST_1, "keep": AT_LEAST_1,
+    "validate_every": AT_LEAST_1, "log_every": AT_LEAST_1, "validation_bytes": AT_LEAST_1,
+    "learning_rate": POSITIVE, "temperature": POSITIVE, "warmup": AT_LEAST_0, "sample_bytes": AT_LEAST_0,
+    "seed": ("lie between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
+    "optimizer": ("be 'adamw' or 'muon'", lambda value: value in ("adamw", "muon")),
+    "dtype": ("be 'float32' or 'bfloat16'", lambda value: value in ("float32", "bfloat16")),
+    "prompt": ("hold at least one character", lambda value: len(value) > 0),
+}  # fmt: skip
+
+
+def parse(argv: list[str] | None = None) -> Settings:
+    """The settings that `argv` asks for. Raises UsageError; argparse itself exits on what is not its own."""
+    given = vars(_parser().parse_args(argv))
+    resume = given.pop("resume", False)
+    task = given.get("task", "text")
+    _check_choice("task", task, list(TASKS), "of models.train")
+    out = Path(given.pop("out")) if "out" in given else _default_out(task, given.get("size", "tiny"), resume)
+    saved = _saved(out) if resume else {}
+    for name in FIXED:
+        if name in given and name in saved and given[name] != saved[name]:
+            raise UsageError(
+                f"{_flag(name)}={given[name]!r} differs from the run in --out={str(out)!r}, which has {saved[name]!r}; "
+                f"a resumed run keeps its settings: leave out {_flag(name)}, or start a new run with another --out."
+            )
+    asked = {**saved, **given}
+    task, size = asked.get("task", task), asked.get("size", "tiny")
+    _check_choice("size", size, list(TASKS[task]), f"of --task {task}")
+    values = {**COMMON, **dataclasses.asdict(TASKS[task][size]), **asked, "task": task, "size": size}
+    values.setdefault("warmup", min(100, values["steps"] // 10))
+    settings = Settings(**values, out=out, resume=resume)
+    _check(settings, given)
+    return settings
+
+
+def record(settings: Settings, data_digest: str) -> None:
+    """Writes what `--resume` reads: the settings of this run, and which data they were for."""
+    fields = dataclasses.asdict(settings)
+    del fields["out"], fields["resume"]
+    path = settings.out / RECORD
+    path.with_suffix(".tmp").write_text(json.dumps({**fields, "data_digest": data_digest}, indent=1), encoding="utf-8")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def recorded_digest(out: Path) -> str:
+    return json.loads((out / RECORD).read_text(encoding="utf-8"))["data_digest"]
+
+
+def _saved(out: Path) -> dict[str, Any]:
+    if not list_steps(out / CHECKPOINTS):
+        raise UsageError(
+            f"--resume finds no checkpoint in --out={str(out)!r}; a run can be resumed once it has written one: leave "
+            "out --resume to start, or name the run's folder with --out."
+        )
+    try:
+        fields = json.loads((out / RECORD).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(
+            f"--resume can't read {str(out / RECORD)!r} ({error}); it holds the settings of the run: start a new run "
+            "with another --out."
+        ) from error
+    return {name: value for name, value in fields.items() if name in Settings.__dataclass_fields__}
+
+
+def _default_out(task: str, size: str, resume: bool) -> Path:
+    """runs/TASK-SIZE, or with a number where that is taken; to resume, the last of them that has a checkpoint."""
+    first = RUNS / f"{task}-{size}"
+    taken = []
+    while (out := first if not taken else first.with_name(f"{first.name}-{len(taken) + 1}")).exists():
+        taken.append(out)
+    if not resume:
+        return out
+    return next((run for run in reversed(taken) if list_steps(run / CHECKPOINTS)), first)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_choice(name: str, value: str, known: list[str], owner: str) -> None:
+    if value not in known:
+        raise UsageError(f"{_flag(name)}={value!r} is unknown; the {name}s {owner} are {', '.join(known)}: choose one.")
+
+
+def _check(settings: Settings, given: dict[str, Any]) -> None:
+    for name, (rule, holds) in RULES.items():
+        value = getattr(settings, name)
+        if not holds(value):
+            raise UsageError(f"{_flag(name)}={value!r}: it must {rule}; change it, or leave it out for the default.")
+    if settings.warmup >= settings.steps and settings.warmup > 0:
+        raise UsageError(
+            f"--warmup={settings.warmup} with --steps={settings.steps}: the warmup must end before the last step; "
+            "lower --warmup or raise --steps."
+        )
+    if settings.task == "images":
+        for name in ("data", "context"):
+            if name in given:
+                raise UsageError(
+                    f"{_flag(name)}={given[name]!r} goes with --task text; the images are scikit-learn's digits: "
+                    "leave it out."
+                )
+    elif settings.context < 2:
+        raise UsageError(f"--context={settings.context}: it must be at least 2 bytes; raise it.")
+    if settings.out.exists() and not settings.out.is_dir():
+        raise UsageError(f"--out={str(settings.out)!r} is a file; it must be a folder, or not exist: choose another.")
+    steps = list_steps(settings.out / CHECKPOINTS)
+    if steps and not settings.resume:
+        raise UsageError(
+            f"--out={str(settings.out)!r} holds a run already, with a checkpoint at step {steps[-1]}; nothing is ever "
+            "written over: add --resume to continue it, or choose another --out."
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.train",
+        description="Trains a GPT on text, or a vision transformer on digits.",
+        argument_default=argparse.SUPPRESS,  # what is absent here comes from the run that is resumed, or the size
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--task", help="text (default) or images")
+    add("--size", help="; ".join(f"{task}: {', '.join(sizes)}" for task, sizes in TASKS.items()) + " (default tiny)")
+    add("--data", metavar="PATH", help="a file or folder of text (default: the Python standard library's sources)")
+    add("--steps", type=int, help="training steps in all")
+    add("--batch", type=int, help="sequences or images in a step")
+    add("--context", type=int, help="bytes in a sequence")
+    add("--learning-rate", type=float, help="at its peak, after the warmup")
+    add("--warmup", type=int, help="steps of linear warmup (default: a tenth of the steps, at most 100)")
+    add("--seed", type=int, help="of the parameters, the order of the data and the sampled text (default 0)")
+    add("--optimizer", help="adamw (the larger sizes' default) or muon (tiny text's), with the same learning rates")
+    add("--dtype", help="of the computation: float32 (default) or bfloat16; parameters are always float32")
+    add("--implementation", help="of the attention, as in pallas_fa.dot_product_attention (default: its own choice)")
+    add("--out", metavar="FOLDER", help="where the run is written (default runs/TASK-SIZE)")
+    add("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    add("--checkpoint-every", type=int, metavar="STEPS", help="(default 200)")
+    add("--keep", type=int, metavar="N", help="checkpoints to keep (default 3)")
+    add("--validate-every", type=int, metavar="STEPS", help="(default 200)")
+    add("--log-every", type=int, metavar="STEPS", help="how often losses are read from the device (default 10)")
+    add("--validation-bytes", type=int, metavar="N", help="held-out bytes in a validation (default 262144)")
+    add("--sample-bytes", type=int, metavar="N", help="length of the text sampled at the end (default 500)")
+    add("--prompt", help="what the sampled text begins with (default 'def ')")
+    add("--temperature", type=float, help="of the sampling (default 0.8)")
+    return parser

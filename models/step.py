@@ -1,0 +1,81 @@
+"""One training step: a pure function from (state, batch) to (state, metrics), jitted, its state donated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+Params = Any  # a nested dict of float32 arrays
+Batch = Any  # what a task's `batch` gives: arrays
+
+
+class TrainState(NamedTuple):
+    """All that a step changes, and all that a checkpoint holds."""
+
+    step: jax.Array  # int32 []: steps done
+    params: Params
+    opt_state: optax.OptState
+
+
+def schedule(peak: float, warmup: int, steps: int) -> optax.Schedule:
+    """Linear from 0 over `warmup` steps, then half a cosine down to 0 after the last one."""
+
+    def rate(count: jax.typing.ArrayLike) -> jax.Array:
+        count = jnp.asarray(count)
+        rising = (count + 1) / (warmup + 1)  # not 0 at the first step, which would be lost
+        falling = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip((count - warmup) / (steps - warmup), 0, 1)))
+        return peak * jnp.minimum(rising, falling)
+
+    return rate
+
+
+def make_optimizer(name: str, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """ "adamw", or "muon" (Jordan et al., 2024) for the matrices with Adam for the rest.
+
+    `rate` means the same to both: Muon's updates are scaled to AdamW's usual size. Norms and biases do not decay.
+    """
+
+    def is_matrix(path: tuple[Any, ...], param: jax.Array) -> bool:
+        # An embedding is a table of vectors: orthogonal updates make no sense for it.
+        return param.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
+
+    def matrices(params: Params) -> Params:
+        chosen = optax.contrib.MuonDimensionNumbers()
+        return jax.tree_util.tree_map_with_path(lambda *leaf: chosen if is_matrix(*leaf) else None, params)
+
+    def decays(params: Params) -> Params:
+        return jax.tree.map(lambda param: param.ndim > 1, params)
+
+    if name == "muon":
+        rule = optax.contrib.muon(
+            rate, weight_decay=0.1, adam_b2=0.95, consistent_rms=0.2, muon_weight_dimension_numbers=matrices
+        )
+    else:
+        rule = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(1.0), rule)
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def make_train_step(
+    loss: Callable[[Params, Batch], jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """The step for `loss`. The state passed in is donated: its arrays are gone once the step has been called."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, gradients = jax.value_and_grad(loss)(state.params, batch)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return train_step

@@ -1,0 +1,85 @@
+"""The task of `--task text`: the GPT as a language model of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from models.baseline import OrderTwo
+from models.data import Corpus
+from models.gpt import GPT, SIZES, GPTConfig
+from models.step import Params
+
+
+def model_config(size: str, dtype: str, implementation: str | None, context: int) -> GPTConfig:
+    return dataclasses.replace(SIZES[size], context=context, dtype=jnp.dtype(dtype), implementation=implementation)
+
+
+class TextTask:
+    """Next-byte prediction on a corpus. Losses are reported in bits per byte."""
+
+    name = "GPT on text"
+    unit = "bits per byte"
+    per_unit = math.log(2)  # nats in one unit
+    items = "tokens"
+
+    def __init__(self, config: GPTConfig, corpus: Corpus, batch: int, seed: int, validation_bytes: int):
+        self.config, self.corpus, self.seed = config, corpus, seed
+        self.batch_size = batch
+        self.items_per_step = batch * config.context
+        self.attention_shape = (config.context, config.heads, config.kv_heads, config.head_dim)  # T, N, K, H
+        self.source = (
+            f"{corpus.source}, {corpus.files} files: {len(corpus.train):,} bytes to train on, "
+            f"{len(corpus.validation):,} held out"
+        )
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
+        self.validation_bytes = validation_bytes
+        self._sum_of_losses = jax.jit(self._sum_of_losses_of_first)
+
+    def init(self) -> Params:
+        """The parameters at step 0, as a nested dict."""
+
+        @jax.jit
+        def init(key: jax.Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(GPT(self.config, nnx.Rngs(key))))
+
+        return init(jax.random.key(self.seed))
+
+    def batch(self, step: int) -> np.ndarray:
+        return self.corpus.batch(self.seed, step, self.batch_size, self.config.context)
+
+    def loss(self, params: Params, batch: jax.Array) -> jax.Array:
+        """Mean cross-entropy in nats, float32 []. batch: uint8 [B,T+1]."""
+        return self._losses(params, batch).mean()
+
+    def _losses(self, params: Params, batch: jax.Array) -> jax.Array:
+        tokens = batch.astype(jnp.int32)
+        logits, _ = nnx.merge(self.graph, params)(tokens[:, :-1])  # [B,T,V]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])  # [B,T]
+
+    def _sum_of_losses_of_first(self, params: Params, batch: jax.Array, count: jax.Array) -> jax.Array:
+        losses = self._losses(params, batch).sum(axis=1)  # [B]
+        return jnp.where(jnp.arange(len(losses)) < count, losses, 0.0).sum()
+
+    def validate(self, params: Params) -> dict[str, float]:
+        windows = self.corpus.validation_windows(self.config.context, self.validation_bytes)
+        total = 0.0
+        for start in range(0, len(windows), self.batch_size):
+            part = windows[start : start + self.batch_size]
+            padded = np.zeros((self.batch_size, windows.shape[1]), np.uint8)  # one shape, so one compilation
+            padded[: len(part)] = part
+            total += float(self._sum_of_losses(params, padded, len(part)))
+        return {"validation_loss": total / (len(windows) * self.config.context) / self.per_unit}
+
+    def order_two(self) -> float:
+        """Bits per byte of the order-2 model on the very bytes that `validate` predicts."""
+        bits = OrderTwo(self.corpus.train).bits(self.corpus.validation)
+        starts = self.corpus.validation_starts(self.config.context, self.validation_bytes)
+        # bits[i] belongs to byte i + 2, and a window's first target is start + 1.
+        return float(bits[starts[:, None] + np.arange(self.config.context) - 1].mean())

@@ -1,0 +1,1 @@
+"""Attention kernels for NVIDIA Hopper GPUs, in Pallas (Mosaic GPU)."""

@@ -1,0 +1,101 @@
+"""Tiles of the kernels: frozen configurations and the tables that choose them."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Tiles of the forward kernel: each of `compute_wgs` warpgroups holds 64 queries, against `block_kv` keys at a time.
+
+    `stages`: depth of the K and V rings. `head_section`: heads whose tiles run side by side, the longest tiles first,
+    where the work of tiles differs; it keeps their keys and values in the L2 cache.
+    """
+
+    compute_wgs: int = 2
+    block_kv: int = 128
+    stages: int = 2
+    head_section: int = 8
+
+    def __post_init__(self):
+        if self.compute_wgs not in (1, 2, 3):
+            raise ValueError(f"compute_wgs={self.compute_wgs} must be 1, 2 or 3: a block has registers for no more.")
+        if self.block_kv < 64 or self.block_kv % 64:
+            raise ValueError(f"block_kv={self.block_kv} must be a positive multiple of 64, the width of a swizzled tile.")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2, to load one tile while another is used.")
+        if self.head_section < 1:
+            raise ValueError(f"head_section={self.head_section} must be at least 1.")
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.compute_wgs
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a compute and of the load warpgroup; their sum must fit the pool at launch."""
+        return {1: (240, 56), 2: (240, 24), 3: (160, 32)}[self.compute_wgs]
+
+
+def forward_configs(head_dim: int, value_dim: int) -> tuple[ForwardConfig, ...]:
+    """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best."""
+    widest = max(head_dim, value_dim)
+    small = (ForwardConfig(compute_wgs=2, block_kv=64), ForwardConfig(compute_wgs=1, block_kv=64))
+    if widest <= 64:
+        return ForwardConfig(compute_wgs=3, block_kv=128), ForwardConfig(compute_wgs=2, block_kv=128), *small
+    if widest <= 128:
+        return ForwardConfig(compute_wgs=2, block_kv=128), *small
+    if value_dim <= 128 and head_dim <= 192:
+        return ForwardConfig(compute_wgs=2, block_kv=128), *small
+    return small
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Tiles of the backward kernel: each of `compute_wgs` warpgroups holds 64 keys, against `block_q` queries at a time.
+
+    `stages`: depth of the rings of queries and of gradients of the output; `ds_stages`: tiles of logit gradients in
+    shared memory. `head_section`: as for the forward kernel.
+    """
+
+    compute_wgs: int = 2
+    block_q: int = 64
+    stages: int = 2
+    ds_stages: int = 2
+    head_section: int = 8
+
+    def __post_init__(self):
+        if self.compute_wgs not in (1, 2):
+            raise ValueError(f"compute_wgs={self.compute_wgs} must be 1 or 2: a block has registers for no more.")
+        if self.block_q not in (64, 128):
+            raise ValueError(f"block_q={self.block_q} must be 64 or 128: two tiles of logits lie in registers.")
+        if self.stages < 1:
+            raise ValueError(f"stages={self.stages} must be at least 1.")
+        if self.ds_stages not in (1, 2):
+            raise ValueError(f"ds_stages={self.ds_stages} must be 1 or 2: more are never in use at once.")
+        if self.head_section < 1:
+            raise ValueError(f"head_section={self.head_section} must be at least 1.")
+
+    @property
+    def block_kv(self) -> int:
+        return 64 * self.compute_wgs
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a compute and of the memory warpgroup; their sum must fit the pool at launch."""
+        return {1: (240, 56), 2: (240, 24)}[self.compute_wgs]
+
+
+def backward_configs(head_dim: int, value_dim: int) -> tuple[BackwardConfig, ...]:
+    """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best.
+
+    Empty where none is known: gradients of keys and values of 64 x head dim each must stay in a warpgroup's registers.
+    """
+    small = BackwardConfig(compute_wgs=1, block_q=64), BackwardConfig(compute_wgs=1, block_q=64, ds_stages=1)
+    smallest = BackwardConfig(compute_wgs=1, block_q=64, stages=1, ds_stages=1)
+    if max(head_dim, value_dim) > 128:
+        return ()
+    if head_dim == 64 and value_dim == 64:
+        return BackwardConfig(block_q=128), *small, smallest
+    if head_dim == 128:
+        return BackwardConfig(), BackwardConfig(ds_stages=1), *small, smallest
+    return *small, smallest

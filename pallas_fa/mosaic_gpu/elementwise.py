@@ -1,0 +1,76 @@
+"""User functions inside a kernel: which of them lower, and in what form.
+
+A mask or score function is traced once and evaluated equation by equation, with inner functions (jit, custom_jvp)
+inlined and `add_any`, the sum that transposition makes, written as an addition: neither lowers as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+# Tried one by one for both of Mosaic GPU's lowerings: tests/test_kernel_lowering.py.
+_LOWERS = frozenset(
+    "add sub mul div rem neg abs sign max min exp exp2 log tanh logistic sin cos sqrt rsqrt square integer_pow round "
+    "eq ne lt le gt ge and or xor not select_n clamp convert_element_type broadcast_in_dim stop_gradient "
+    "shift_left shift_right_logical shift_right_arithmetic add_any copy".split()
+)
+
+
+def inline(fn: Callable[..., Any], *args: Any) -> Any:
+    """fn(*args), by primitives that lower in a kernel."""
+    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+def why_not(fn: Callable[..., Any], *args: Any) -> str | None:
+    """None if `fn` of these arguments (or their shapes) lowers in a kernel, else the reason."""
+    closed = jax.make_jaxpr(fn)(*args)
+    if any(getattr(const, "ndim", 0) for const in closed.consts):
+        return "it closes over an array; pass the array to Custom(fn, array) instead"
+    unknown = sorted(set(_primitives(closed.jaxpr)) - _LOWERS)
+    return f"the operations {', '.join(unknown)} do not lower in a kernel" if unknown else None
+
+
+def _inner(eqn):
+    name = _INLINED.get(eqn.primitive.name)
+    return None if name is None else eqn.params[name]
+
+
+def _primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        inner = _inner(eqn)
+        if inner is None:
+            yield eqn.primitive.name
+        else:
+            yield from _primitives(getattr(inner, "jaxpr", inner))
+
+
+def _evaluate(jaxpr, consts, args):
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
+    for eqn in jaxpr.eqns:
+        inputs, inner = [read(x) for x in eqn.invars], _inner(eqn)
+        if inner is not None:
+            outputs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
+        elif eqn.primitive.name == "add_any":
+            outputs = [lax.add(*inputs)]
+        elif eqn.primitive.name in ("stop_gradient", "copy"):
+            outputs = inputs
+        else:
+            outputs = eqn.primitive.bind(*inputs, **eqn.params)
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(x) for x in jaxpr.outvars]

@@ -1,0 +1,78 @@
+"""Which tiles a kernel visits, in which order.
+
+For a block of queries the keys are visited from right to left in three runs: tiles that the mask cuts, tiles that it
+allows wholly, tiles that it cuts. `Visits` says where each run ends.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_fa import masks, ranges
+
+
+class Visits(NamedTuple):
+    """Tiles [first, last) of the other axis, of which [full_first, full_last) need no mask; ints or int32 scalars."""
+
+    first: Any
+    full_first: Any
+    full_last: Any
+    last: Any
+
+
+def visits(visited: ranges.Range, full: ranges.Range, size: int, tile: int) -> Visits:
+    """Tiles of an axis of `size` that cover the range `visited`, and those that lie inside the range `full`.
+
+    At least one tile is visited, so that a block with nothing to attend to still writes its (empty) results.
+    """
+    count = -(-size // tile)
+    lo, hi = (ranges.maximum(0, ranges.minimum(x, size)) for x in visited)
+    first = ranges.minimum(lo // tile, count - 1)
+    last = (hi + tile - 1) // tile
+    if not is_equal(last, count):  # where every tile to the end is visited, known while tracing, that stays
+        last = ranges.maximum(last, first + 1)
+    lo, hi = (ranges.maximum(0, ranges.minimum(x, size)) for x in full)
+    # The last, ragged tile is never full: its tail holds no keys.
+    full_first = ranges.maximum((lo + tile - 1) // tile, first)
+    if not is_equal(full_first, first):  # where they are equal, known while tracing, so they stay
+        full_first = ranges.minimum(full_first, last)
+    full_last = ranges.minimum(hi // tile, last)
+    if not is_equal(full_last, last):
+        full_last = ranges.maximum(full_last, full_first)
+    return Visits(first, full_first, full_last, last)
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether a == b is known while tracing."""
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def visit_table(mask: masks.Mask, block: int, size: int, other_size: int, tile: int) -> Any:
+    """`visits` of every block of queries of a mask with arrays: int32 [B|1, N|1, blocks, 4]."""
+    starts = np.arange(0, size, block)
+    ends = np.minimum(starts + block, size)
+    found = visits(mask.kv_range(starts, ends), mask.full_kv_range(starts, ends), other_size, tile)
+    found = [jnp.asarray(x, jnp.int32) for x in found]
+    shape = jnp.broadcast_shapes((1, 1, len(starts)), *(x.shape for x in found))
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
+
+
+def transposed_visit_table(mask: masks.Mask, block: int, size: int, other_size: int, tile: int) -> Any:
+    """`visits` of every block of keys of a mask with arrays: int32 [B|1, N|1, blocks, 4].
+
+    In a ragged last block of keys no tile is full: its tail holds no keys.
+    """
+    starts = np.arange(0, size, block)
+    ends = np.minimum(starts + block, size)
+    lo, hi = mask.full_q_range(starts, ends)
+    full = lo, jnp.where(starts + block <= size, hi, lo)
+    found = [jnp.asarray(x, jnp.int32) for x in visits(mask.q_range(starts, ends), full, other_size, tile)]
+    shape = jnp.broadcast_shapes((1, 1, len(starts)), *(x.shape for x in found))
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
+
+
+def section(count: int, wanted: int) -> int:
+    """The largest divisor of `count` that is at most `wanted`."""
+    return max(d for d in range(1, min(count, wanted) + 1) if count % d == 0)

@@ -1,0 +1,162 @@
+"""`attention_fn`: one function for the `attention_fn=` of Flax linen and of Flax nnx.
+
+linen passes only those of its keywords that the function's signature names, so that one that is missing here would be
+dropped without a word; nnx passes all of its keywords. Hence the signature: everything that either passes, by name.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_fa import dispatch
+from pallas_fa.api import dot_product_attention
+from pallas_fa.masks import Mask
+from pallas_fa.nn import dropout
+from pallas_fa.problem import normalise
+
+
+def attention_fn(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    broadcast_dropout=True,
+    dropout_rng=None,
+    dropout_rate=0.0,
+    deterministic=False,
+    dtype=None,
+    precision=None,
+    module=None,
+    force_fp32_for_softmax=False,
+    qk_attn_weights_einsum=None,
+    attn_weights_value_einsum=None,
+    is_causal=False,
+    input_positions=None,
+    scale=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    logits_soft_cap=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    score=None,
+    deterministic_gradients=False,
+    implementation=None,
+    config=None,
+):
+    """`pallas_fa.dot_product_attention` as the `attention_fn` of Flax's attention modules, linen and nnx.
+
+    Give it as it is, or with more of its arguments bound by `functools.partial`:
+    `partial(attention_fn, logits_soft_cap=50.0, implementation="xla")`. What the module passes wins over the partial:
+    `mask` in both, and `is_causal` in nnx, are arguments of the module's call.
+
+    Shapes: *B batch (any number of dims, none included), T and S query and key length, N query heads, K key/value heads
+    (N % K == 0), H head dim of query and key, Hv head dim of value. The arguments not listed are those of
+    `pallas_fa.dot_product_attention`.
+
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H].
+      value: [*B, S, K, Hv].
+      bias: float, broadcastable to [*B, N, T, S], added to the scaled logits.
+      mask: broadcastable to [*B, N, T, S], bool or a number (Flax's mask makers give float32): a query may attend where
+        it is not 0; or a `pallas_fa.masks.Mask`.
+      broadcast_dropout: one draw for all batch entries and heads.
+      dropout_rng: PRNG key; required where dropout is active, i.e. `dropout_rate > 0 and not deterministic`.
+      dropout_rate: in [0, 1). Dropout draws what Flax draws from the same key. Only the 'reference' implementation has
+        it yet: plain jnp, with the T x S weights in memory. `implementation=None` takes that; 'xla' or a kernel named
+        raises.
+      deterministic: no dropout. (For gradients bitwise equal from run to run: `deterministic_gradients`.)
+      dtype: what query, key and value are converted to; None for the dtype that they promote to, as in Flax.
+      precision: of the matmuls.
+      module: refused if not None (`sow_weights=True`): the weights are not there to be stored.
+      force_fp32_for_softmax: has no effect: the softmax is always in float32 (float64 for float64). (Flax's output
+        becomes float32 with it; ours keeps its dtype.)
+      qk_attn_weights_einsum: refused if not None.
+      attn_weights_value_einsum: refused if not None.
+      is_causal: query t attends to keys s <= t.
+      input_positions: refused if not None: nothing is rotated here.
+      local_window_size: refused, as is `is_causal`, for a single query with several keys: such a call decodes from a
+        cache, where the query's position is known to the module only.
+
+    Returns:
+      [*B, T, N, Hv] in the promoted dtype. A query with nothing to attend to gives 0, where Flax gives the mean of all
+      values.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
+      NotImplementedError: something that Flax's function can do and this one cannot.
+    """
+    del force_fp32_for_softmax
+    _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions)
+    query, key, value = _promoted(query, key, value, dtype)
+    if query.ndim >= 3 and key.ndim >= 3:  # if not, `normalise` says so
+        refuse_single_query(query.shape[-3], key.shape[-3], is_causal, local_window_size)
+    if mask is not None and not isinstance(mask, Mask):
+        mask = jnp.asarray(mask).astype(jnp.bool_)  # whatever is not 0, as jnp.where has it in Flax
+    arrays = query, key, value, bias, mask
+    options: dict[str, Any] = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "logits_soft_cap": logits_soft_cap,
+        "query_segment_ids": query_segment_ids,
+        "key_value_segment_ids": key_value_segment_ids,
+        "score": score,
+        "precision": precision,
+        "deterministic_gradients": deterministic_gradients,
+        "config": config,
+    }
+    dropout.check_rate(dropout_rate)
+    if deterministic or dropout_rate == 0:
+        return dot_product_attention(*arrays, implementation=implementation, **options)
+    problem, operands = normalise(*arrays, **options)
+    dispatch.choose(problem, implementation, dropout=True)  # 'reference', or it raises
+    return dropout.attention(problem, operands, dropout_rng, dropout_rate, broadcast_dropout)
+
+
+def refuse_single_query(T, S, is_causal, local_window_size):
+    """Raises where `is_causal` or a window would count a query read from a decode cache as the first position."""
+    named = "is_causal=True" if is_causal else f"{local_window_size=}"
+    if T == 1 < S and (is_causal or local_window_size is not None):
+        raise ValueError(
+            f"{named} counts positions from the start, so that one query with {S} keys would be taken for position 0,"
+            " which it is not in a decode cache. Use the modules of pallas_fa.nn.linen and pallas_fa.nn.nnx, which know"
+            " its position; or leave it out (the mask that Flax makes for its cache is causal), or pass a mask."
+        )
+
+
+def _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions):
+    if module is not None:
+        raise NotImplementedError(
+            f"module is a {type(module).__name__}: sow_weights=True stores the attention weights, but these are never"
+            " in memory here. Use sow_weights=False; to look at weights, run the same parameters with Flax's own"
+            " attention_fn, flax.linen.dot_product_attention or flax.nnx.dot_product_attention."
+        )
+    for name, einsum in (
+        ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+        ("attn_weights_value_einsum", attn_weights_value_einsum),
+    ):
+        if einsum is not None:
+            raise NotImplementedError(
+                f"{name}={einsum!r}: the matmuls are fused with the softmax and cannot be replaced. Leave"
+                f" {name}_cls=None, or use Flax's own attention_fn, flax.linen.dot_product_attention."
+            )
+    if input_positions is not None:
+        raise NotImplementedError(
+            f"input_positions of shape {jnp.shape(input_positions)} would have no effect: attention_fn rotates nothing."
+            " Use an attention_fn of your own, fn(query, key, value, *, input_positions=None, **kwargs), that applies"
+            " flax.nnx.RoPE to query and key and then calls pallas_fa.nn.attention_fn(query, key, value, **kwargs)."
+        )
+
+
+def _promoted(query, key, value, dtype):
+    """As flax.linen.dtypes.promote_dtype: to `dtype`, or to the float type that the three promote to."""
+    if dtype is None:
+        dtype = jnp.result_type(query, key, value)
+        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
+    return tuple(jnp.asarray(x, dtype) for x in (query, key, value))

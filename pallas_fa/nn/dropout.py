@@ -1,0 +1,45 @@
+"""Attention with dropout of its weights, in plain jnp: dense, T x S weights in memory, until kernels have it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa import masks, reference, tile
+from pallas_fa.problem import Operands, Problem
+
+
+def check_rate(rate: Any):
+    """Raises unless `rate` is a number in [0, 1)."""
+    if not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
+        )
+
+
+def attention(problem: Problem, operands: Operands, rng: Any, rate: float, broadcast: bool) -> jax.Array:
+    """[*B, T, N, Hv]: `reference.attention`, each weight kept with probability 1 - rate and then divided by that.
+
+    `broadcast`: one draw for all batch entries and heads. The draws are those of flax.linen.dot_product_attention and
+    flax.nnx.dot_product_attention for the same key.
+    """
+    if rng is None:
+        raise ValueError(
+            f"dropout_rng=None, but dropout is active ({rate=}, deterministic=False). Pass a key:"
+            " `rngs={'dropout': key}` in linen's apply, `rngs=` in nnx; or switch dropout off with deterministic=True."
+        )
+    q, k, v, score, mask = operands
+    lengths, dims = masks.lengths_of(mask), problem.dims
+    q = tile.zero_padding(q, lengths.q_lengths)
+    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
+    p, _ = reference.probabilities(problem, q, k, score, mask)
+
+    # The shape drawn is Flax's, batch dims not flattened, for then the bits are too.
+    heads = (1,) * (len(dims.batch) + 1) if broadcast else (*dims.batch, dims.N)
+    keep = jax.random.bernoulli(rng, 1.0 - rate, (*heads, dims.T, dims.S))
+    keep = keep.reshape((1, 1, dims.T, dims.S) if broadcast else p.shape)
+    p = jnp.where(keep, p / (1.0 - rate), 0)
+
+    v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
+    out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)
+    return out.astype(problem.dtype).reshape(dims.batch + out.shape[1:])

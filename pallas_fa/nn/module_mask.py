@@ -1,0 +1,62 @@
+"""The one mask of a module's call: its window, its segment ids and its `mask` argument, with and without a cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa import masks
+from pallas_fa.dims import Dims
+from pallas_fa.nn.attention_fn import refuse_single_query
+from pallas_fa.problem import bind_mask, segment_mask, window_mask
+
+
+def module_mask(
+    mask: Any,
+    dims: Dims,
+    *,
+    is_causal: bool = False,
+    local_window_size: Any = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    cache_index: Any = None,
+) -> Any:
+    """What to pass to `attention_fn` as `mask`: a `Mask`, an array broadcastable to [*B, N, T, S], or None.
+
+    `mask`: an array of any dtype (not 0: may attend), a `Mask`, or None. `cache_index`: None, or the position of the
+    single query in a decode cache of S positions, int32 []. Then a `Mask`, the window and `is_causal` count from there,
+    and what comes back is an array, as Flax joins its own mask of the cache to it.
+    """
+    if cache_index is None:
+        refuse_single_query(dims.T, dims.S, is_causal, local_window_size)
+    rules = [
+        masks.Causal() if is_causal else None,
+        window_mask(local_window_size),
+        segment_mask(dims, query_segment_ids, key_value_segment_ids),
+        mask if isinstance(mask, masks.Mask) else None,
+    ]
+    rule = masks.all_of([x for x in rules if x is not None])
+    if rule is None:
+        return mask
+    array = None if mask is None or isinstance(mask, masks.Mask) else jnp.asarray(mask).astype(jnp.bool_)
+    if cache_index is None:
+        return rule if array is None else rule & masks.Dense(array)
+    row = _cache_row(rule, dims, cache_index)
+    return row if array is None else row & array
+
+
+def _cache_row(mask, dims, t):
+    """Row t of `mask`, where queries and keys are the S positions of a cache: bool [*B | 1s, N | 1, 1, S]."""
+    bound = bind_mask(mask, dataclasses.replace(dims, T=dims.S))
+    row = jax.tree.map(lambda x: x if x.shape[2] == 1 else lax.dynamic_slice_in_dim(x, t, 1, axis=2), bound)
+    b, n, s = (
+        lax.broadcasted_iota(jnp.int32, tuple(size if i == axis else 1 for i in range(4)), axis)
+        for axis, size in ((0, dims.B), (1, dims.N), (3, dims.S))
+    )
+    allowed = row.allowed(b, n, t, s)
+    batch, heads, *_ = jnp.broadcast_shapes(jnp.shape(allowed), (1, 1, 1, dims.S))
+    allowed = jnp.broadcast_to(allowed, (batch, heads, 1, dims.S))
+    leading = (1,) * len(dims.batch) if batch == 1 else dims.batch
+    return allowed.reshape(*leading, heads, 1, dims.S)

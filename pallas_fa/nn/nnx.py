@@ -1,0 +1,91 @@
+"""`MultiHeadAttention`: a drop-in for `flax.nnx.MultiHeadAttention`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from pallas_fa.dims import Dims
+from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
+from pallas_fa.nn.module_mask import module_mask
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """Flax's module on `pallas_fa`: the same arguments, parameters and cache; a checkpoint of one loads into the other.
+
+    `num_kv_heads` (grouped key/value heads) is Flax's own argument. What this module adds:
+
+    Args:
+      is_causal: default of the call's `is_causal`. With a cache (`decode`) attention is causal in any case.
+      local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right. None in a
+        pair is no bound. With a cache it counts from the position in the cache.
+      logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
+      implementation: as in `pallas_fa.dot_product_attention`.
+      attention_fn: `pallas_fa.nn.attention_fn`, or a function that calls it, for example after a rotation.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        is_causal: bool = False,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: str | tuple[str, ...] | None = None,
+        attention_fn: Callable[..., Any] = pallas_attention_fn,
+        **kwargs: Any,
+    ):
+        self.is_causal = is_causal
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = logits_soft_cap
+        self.implementation = implementation
+        super().__init__(*args, attention_fn=attention_fn, **kwargs)
+
+    @property
+    def attention_fn(self) -> Callable[..., Any]:
+        """The function given, with this module's soft cap and implementation."""
+        options = {"logits_soft_cap": self.logits_soft_cap, "implementation": self.implementation}
+        return functools.partial(self._attention_fn, **{k: v for k, v in options.items() if v is not None})
+
+    @attention_fn.setter
+    def attention_fn(self, fn: Callable[..., Any]):
+        # Kept without the options: two partials of one function are never equal, and would recompile what is jitted.
+        self._attention_fn = fn
+
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_k: Any = None,
+        inputs_v: Any = None,
+        *,
+        mask: Any = None,
+        is_causal: bool | None = None,
+        decode: bool | None = None,
+        query_segment_ids: Any = None,
+        key_value_segment_ids: Any = None,
+        **kwargs: Any,
+    ):
+        """Projects [*B, T, features] and [*B, S, features], attends, and projects back: [*B, T, out_features].
+
+        Flax's call with all its arguments, and:
+
+        Args:
+          mask: as Flax's, of any dtype (not 0: may attend), or a `pallas_fa.masks.Mask`.
+          is_causal: None for the module's.
+          query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
+          key_value_segment_ids: int [*B, S]. With a cache, S is its length.
+        """
+        is_causal = self.is_causal if is_causal is None else is_causal
+        decode = self.decode if decode is None else decode
+        S, cache_index = (inputs_q if inputs_k is None else inputs_k).shape[-2], None
+        if decode and self.cached_key is not None and self.cache_index is not None:
+            S, cache_index = self.cached_key.shape[-3], self.cache_index[...]
+        mask = module_mask(
+            mask,
+            Dims(inputs_q.shape[:-2], inputs_q.shape[-2], S, self.num_heads),
+            local_window_size=self.local_window_size,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            cache_index=cache_index,
+        )
+        return super().__call__(inputs_q, inputs_k, inputs_v, mask=mask, is_causal=is_causal, decode=decode, **kwargs)

@@ -1,0 +1,74 @@
+"""Float64 truth in NumPy: attention and its gradients, typed by hand, independent of the library and of JAX."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.cases import Inputs
+
+
+class Truth(NamedTuple):
+    """float64 arrays in the layouts of the library; `gradients` by argument name."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    gradients: dict[str, np.ndarray]
+
+
+def attention(inputs: Inputs) -> Truth:
+    """The definition: logits, score, mask, softmax; rows that attend to nothing give 0 and -inf."""
+    case = inputs.case
+    group = case.N // case.K
+    # [*B, length, heads, dim] -> [*B, heads, length, dim], key heads repeated for their queries
+    q, k, v, d_out = (_contiguous(np.swapaxes(x, -2, -3)) for x in (*inputs.qkv, inputs.d_out))
+    k, v = (np.repeat(x, group, axis=-3) for x in (k, v))
+    d_lse = np.swapaxes(inputs.d_lse.astype(np.float64), -1, -2)
+    t, s = np.arange(case.T)[:, None], np.arange(case.S)[None, :]
+    scale = case.H**-0.5 if inputs.score.scale is None else inputs.score.scale
+
+    x = scale * (q @ _contiguous(np.swapaxes(k, -1, -2)))
+    taken = []  # (step, its input, its array)
+    for step in inputs.score.steps:
+        array = None if step.name is None else step.view(inputs.arrays[step.name].astype(np.float64))
+        taken.append((step, x, array))
+        x = step.apply(np, x, array, t, s)
+    x = np.where(inputs.allowed, x, -np.inf)
+    with np.errstate(divide="ignore"):
+        top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
+        p = np.exp(x - np.where(np.isinf(top), 0, top))
+        total = p.sum(axis=-1, keepdims=True)
+        lse = (np.where(np.isinf(top), 0, top) + np.log(total))[..., 0]
+    p = p / np.where(total == 0, 1, total)
+    out = p @ v
+
+    d_p = d_out @ _contiguous(np.swapaxes(v, -1, -2))
+    delta = np.sum(p * d_p, axis=-1, keepdims=True)
+    d_x = p * (d_p - delta + d_lse[..., None])
+    gradients = {}
+    for step, x, array in reversed(taken):
+        by_x, by_array = step.derivatives(x, array, t, s)
+        if step.name is not None:
+            reduced = _reduce(d_x * by_array, array.shape)
+            gradients[step.name] = reduced.reshape(inputs.arrays[step.name].shape)
+        d_x = d_x * by_x
+    d_x = scale * d_x
+    d_q = d_x @ k
+    d_k, d_v = (_contiguous(np.swapaxes(a, -1, -2)) @ b for a, b in ((d_x, q), (p, d_out)))
+    d_k, d_v = (g.reshape(*case.batch, case.K, group, *g.shape[-2:]).sum(axis=-3) for g in (d_k, d_v))
+    gradients |= {"query": _back(d_q), "key": _back(d_k), "value": _back(d_v)}
+    return Truth(_back(out), np.swapaxes(lse, -1, -2), gradients)
+
+
+def _back(x):
+    return np.swapaxes(x, -2, -3)
+
+
+def _reduce(x, shape):
+    """x summed over the dims along which an array of `shape` was broadcast."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    axes = tuple(i for i, size in enumerate(shape) if size == 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x
+
+
+def _contiguous(x):
+    return np.ascontiguousarray(x, np.float64)  # what BLAS multiplies fast

@@ -1,0 +1,466 @@
+"""`pallas_fa.nn` against Flax's own attention: the hook and the drop-in modules, linen and nnx."""
+
+import functools
+import subprocess
+import sys
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, serialization
+
+import pallas_fa
+import pallas_fa.nn
+from pallas_fa import masks
+from pallas_fa.nn import attention_fn
+
+T, D, N, H = 12, 16, 4, 4
+FRAMEWORKS = ["linen", "nnx"]
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def make(framework, ours, *inputs, **fields):
+    """(parameters as a pure dict, call(parameters, *inputs, **arguments)) of Flax's module or of ours."""
+    if framework == "linen":
+        cls = pallas_fa.nn.linen.MultiHeadDotProductAttention if ours else flax.linen.MultiHeadDotProductAttention
+        layer = cls(num_heads=N, qkv_features=N * H, **fields)
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        init = jax.jit(layer.init)
+        return init(keys, *inputs)["params"], lambda params, *a, **kw: layer.apply({"params": params}, *a, **kw)
+    cls = pallas_fa.nn.nnx.MultiHeadAttention if ours else nnx.MultiHeadAttention
+    layer = cls(N, D, N * H, decode=False, rngs=nnx.Rngs(params=0, dropout=1), **fields)
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def call(pure, *args, **kwargs):
+        state = jax.tree.map(lambda x: x, params)
+        nnx.replace_by_pure_dict(state, pure)
+        return nnx.merge(graph, state, rest)(*args, **kwargs)
+
+    return nnx.to_pure_dict(params), call
+
+
+def with_gradients(call, params, *inputs, **kwargs):
+    """Output, and gradients to parameters and inputs, of a call that nobody could confuse with its sum."""
+
+    def loss(params, *inputs):
+        out = call(params, *inputs, **kwargs)
+        return jnp.sum(out.astype(jnp.float32) * normal(9, *out.shape)), out
+
+    gradients, out = jax.jit(jax.grad(loss, argnums=tuple(range(1 + len(inputs))), has_aux=True))(params, *inputs)
+    return out, gradients
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        a, b = np.float64(a), np.float64(b)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max(initial=0)))
+
+
+def padding(*batch):
+    """int32 [*B, 1, 1, T] of 0 and 2: no row is fully masked."""
+    return 2 * (jax.random.bernoulli(jax.random.key(5), 0.6, (*batch, 1, 1, T)).at[..., 0].set(True)).astype(jnp.int32)
+
+
+CAUSAL = np.tril(np.ones((1, 1, T, T), bool))
+PER_HEAD = np.stack([np.tril(np.ones((T, T), bool), n) for n in range(N)])
+CALLS = {  # batch dims, mask, fields of Flax's modules
+    "unbatched": ((), None, {}),
+    "per-head": ((), PER_HEAD, {"precision": "highest"}),
+    "float-causal": ((2,), flax.linen.make_causal_mask(jnp.ones((2, T))), {"normalize_qk": True}),
+    "int-padding": ((2, 3), padding(2, 3), {}),
+    # Without biases: the gradient of the key's is 0 but for roundings.
+    "bfloat16": ((2,), CAUSAL, {"dtype": jnp.bfloat16, "use_bias": False}),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", CALLS)
+def test_equals_flax(framework, name):
+    batch, mask, fields = CALLS[name]
+    x = normal(1, *batch, T, D)
+    params, call = make(framework, False, x, **fields)
+    expected = with_gradients(call, params, x, mask=mask)
+    tolerance = 3e-2 if name == "bfloat16" else 2e-5
+    for ours, hook in ((False, {"attention_fn": attention_fn}), (True, {})):
+        own_params, call = make(framework, ours, x, **fields, **hook)
+        assert_close(own_params, params, 0)  # the same tree, and the same numbers from the same key
+        assert_close(with_gradients(call, params, x, mask=mask), expected, tolerance)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_cross_attention_and_is_causal(framework):
+    """Three different inputs, S != T; and is_causal, as a field and in nnx also as an argument of the call."""
+    q, k, v = normal(1, 2, T, D), normal(2, 2, 7, D), normal(3, 2, 7, D)
+    mask = flax.linen.make_attention_mask(jnp.ones((2, T)), jnp.arange(14).reshape(2, 7) % 3 != 1)
+    causal = np.tril(np.ones((T, 7), bool))[None, None]
+    params, call = make(framework, False, q, k, v)
+    expected = with_gradients(call, params, q, k, v, mask=mask)
+    expected_causal = call(params, q, k, v, mask=causal)
+
+    _, call = make(framework, True, q, k, v)
+    assert_close(with_gradients(call, params, q, k, v, mask=mask), expected)
+    _, call = make(framework, True, q, k, v, is_causal=True)
+    assert_close(call(params, q, k, v), expected_causal)
+    if framework == "nnx":
+        assert_close(call(params, q, k, v, is_causal=False, mask=mask), expected[0])
+        _, call = make(framework, False, q, k, v, attention_fn=attention_fn)
+        assert_close(call(params, q, k, v, is_causal=True), expected_causal)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_function_takes_what_flax_takes(batch):
+    """Promotion, `dtype`, bias, Hv != H, force_fp32_for_softmax, as flax.linen.dot_product_attention."""
+    q, k = normal(1, *batch, T, N, H), normal(2, *batch, 7, N, H, dtype=jnp.bfloat16)
+    v, bias = normal(3, *batch, 7, N, 2 * H, dtype=jnp.float16), normal(4, N, 1, 7)
+    for dtype, tolerance in ((None, 2e-5), (jnp.bfloat16, 3e-2)):
+        kwargs = {"dtype": dtype, "bias": bias, "force_fp32_for_softmax": True}
+        expected = flax.linen.dot_product_attention(q, k, v, **kwargs).astype(dtype)
+        out = attention_fn(q, k, v, **kwargs)
+        assert out.shape == (*batch, T, N, 2 * H)
+        assert_close(out, expected, tolerance)
+
+
+def test_low_precision_errs_less_than_twice_flax(dtype=jnp.bfloat16):
+    qkv = tuple(normal(i, 2, T, N, H, dtype=dtype) for i in range(3))
+    wide = tuple(x.astype(jnp.float32) for x in qkv)
+    mask = flax.linen.make_causal_mask(jnp.ones((2, T)))
+    run = lambda fn, qkv: with_gradients(lambda _, *a: fn(*a, mask=mask), (), *qkv)
+    truth, flaxs = run(flax.linen.dot_product_attention, wide), run(flax.linen.dot_product_attention, qkv)
+    ours = run(attention_fn, qkv)
+    for a, b, exact in zip(*map(jax.tree.leaves, (ours, flaxs, truth)), strict=True):
+        error = lambda x: np.abs(np.float64(x) - np.float64(exact)).max()  # noqa: B023
+        rounding = np.abs(np.float64(exact)).max() * float(jnp.finfo(dtype).eps)
+        assert a.dtype == dtype
+        assert error(a) <= 2 * error(b) + rounding
+
+
+def test_fully_masked_rows_give_zero():
+    """The documented difference: Flax gives the mean of all values."""
+    q = normal(1, 2, T, N, H)
+    mask = jnp.ones((2, 1, T, T)).at[0, 0, 3].set(0)
+    out, expected = attention_fn(q, q, q, mask=mask), flax.linen.dot_product_attention(q, q, q, mask=mask)
+    np.testing.assert_array_equal(out[0, 3], 0)
+    assert_close(expected[0, 3], q[0].mean(axis=0))
+    assert_close(out.at[0, 3].set(0), expected.at[0, 3].set(0))
+
+
+def plain_attention(query, key, value, mask=True, **kwargs):
+    """What Flax has not: a soft cap, of 5."""
+    logits = jnp.einsum("...tnh,...snh->...nts", query, key) / np.sqrt(query.shape[-1])
+    logits = jnp.where(True if mask is None else mask, 5 * jnp.tanh(logits / 5), -jnp.inf)
+    return jnp.einsum("...nts,...snh->...tnh", jax.nn.softmax(logits), value)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_fields(framework):
+    """Causal, window, soft cap, segment ids and a mask at once, against Flax with one dense mask."""
+    x, t = normal(1, 2, T, D), np.arange(T)
+    ids = jnp.asarray([[0] * 5 + [3] * 7, [1] * T])
+    given = padding(2).at[..., 1::2].set(0) + jnp.eye(T, dtype=jnp.int32)
+    window = (t[None] >= t[:, None] - 3) & (t[None] <= t[:, None])
+    dense = window & (ids[:, None, :, None] == ids[:, None, None, :]) & (given != 0)
+    params, call = make(framework, False, x, attention_fn=plain_attention)
+    expected = with_gradients(call, params, x, mask=dense)
+
+    _, call = make(framework, True, x, is_causal=True, local_window_size=(3, None), logits_soft_cap=5.0)
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    assert_close(with_gradients(call, params, x, mask=given, **segments), expected)
+    mask = masks.Dense(given != 0) & masks.Segments(ids, ids)
+    assert_close(with_gradients(call, params, x, mask=mask), expected)
+
+
+def test_grouped_heads():
+    """linen's module with num_kv_heads against Flax nnx, which has them; the parameters are the same tree."""
+    x = normal(1, 2, T, D)
+    params, call = make("nnx", False, x, num_kv_heads=2)
+    expected = with_gradients(call, params, x)
+    for framework in FRAMEWORKS:
+        own_params, call = make(framework, True, x, num_kv_heads=2)
+        assert jax.tree.map(jnp.shape, own_params) == jax.tree.map(jnp.shape, params)
+        assert_close(with_gradients(call, params, x), expected)
+    hook = functools.partial(attention_fn, implementation="reference")
+    assert_close(make("nnx", False, x, num_kv_heads=2, attention_fn=hook)[1](params, x), expected[0])
+
+
+def decoded(framework, layer, x, mask=None, **segments):
+    """Outputs of `layer` fed one position at a time, with that position's row of `mask` or a whole `Mask`."""
+
+    @jax.jit
+    def apply(variables, *inputs):
+        out, cache = layer[0].apply(variables, inputs[0], mutable="cache", **inputs[1])
+        return out, {**variables, **cache}
+
+    call = nnx.jit(lambda layer, x, kwargs: layer(x, decode=True, **kwargs))
+    outs, variables = [], layer[1] if framework == "linen" else None
+    for t in range(x.shape[-2]):
+        kwargs = {"mask": mask[..., t : t + 1, :] if isinstance(mask, jax.Array) else mask}
+        kwargs |= {k: v[..., t : t + 1] if k.startswith("query") else v for k, v in segments.items()}
+        if framework == "linen":
+            out, variables = apply(variables, x[..., t : t + 1, :], kwargs)
+        else:
+            out = call(layer, x[..., t : t + 1, :], kwargs)
+        outs.append(out)
+    return jnp.concatenate(outs, axis=-2)
+
+
+def decoder(framework, cls, x, **fields):
+    """(layer that decodes for `decoded`, function of x that calls it without a cache)."""
+    if framework == "linen":
+        module = cls(num_heads=N, qkv_features=N * H, decode=True, **fields)
+        variables = module.init(jax.random.key(0), x)
+        full = lambda x, **kw: module.clone(decode=False).apply({"params": variables["params"]}, x, **kw)
+        return (module, variables), full
+    layer = cls(N, D, N * H, decode=False, rngs=nnx.Rngs(0), **fields)
+    layer.init_cache(x.shape)
+    return layer, layer
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+def test_decode_with_flaxs_module(framework, batch):
+    cls = flax.linen.MultiHeadDotProductAttention if framework == "linen" else nnx.MultiHeadAttention
+    x = normal(1, *batch, T, D)
+    causal = flax.linen.make_causal_mask(jnp.ones((*batch, T)))
+    layer, full = decoder(framework, cls, x, attention_fn=attention_fn, normalize_qk=True)
+    assert_close(decoded(framework, layer, x), full(x, mask=causal))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+def test_decode_with_our_module(framework, batch):
+    """Window, soft cap, grouped heads, segment ids and masks count from the position in the cache."""
+    cls = pallas_fa.nn.linen.MultiHeadAttention if framework == "linen" else pallas_fa.nn.nnx.MultiHeadAttention
+    x = normal(1, *batch, T, D)
+    ids = jnp.broadcast_to(jnp.arange(T) // 7, (*batch, T))
+    mask = jnp.broadcast_to((jnp.arange(T) != 2) | jnp.eye(T, dtype=bool), (*batch, 1, T, T))
+    fields = {"num_kv_heads": 2, "is_causal": True, "local_window_size": (3, 0), "logits_soft_cap": 5.0}
+    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    layer, full = decoder(framework, cls, x, **fields)
+    expected = full(x, mask=mask, **segments)
+    assert_close(decoded(framework, layer, x, mask, **segments), expected)
+    # A Mask is the same for all steps: the module takes the row of its position.
+    rule = masks.Dense(mask) & masks.Segments(ids, ids) & masks.Lengths(kv_lengths=jnp.full(batch, T - 1))
+    layer, full = decoder(framework, cls, x, **fields)
+    assert_close(decoded(framework, layer, x, rule)[..., : T - 1, :], expected[..., : T - 1, :])
+
+
+@pytest.mark.parametrize(("batch", "broadcast_dropout"), [((), False), ((2,), True), ((2, 3), False), ((2, 3), True)])
+def test_dropout_equals_flax(batch, broadcast_dropout):
+    qkv = tuple(normal(i, *batch, T, N, H) for i in range(3))
+    kwargs = {
+        "mask": CAUSAL[0, 0],
+        "dropout_rng": jax.random.key(4),
+        "dropout_rate": 0.3,
+        "broadcast_dropout": broadcast_dropout,
+    }
+    run = lambda fn: with_gradients(lambda _, *a: fn(*a, **kwargs), (), *qkv)
+    ours = run(attention_fn)
+    assert_close(ours, run(flax.linen.dot_product_attention))
+    assert_close(ours, run(nnx.dot_product_attention))
+    undropped = attention_fn(*qkv, **kwargs, deterministic=True)
+    assert_close(undropped, flax.linen.dot_product_attention(*qkv, mask=kwargs["mask"]))
+    assert not np.allclose(undropped, ours[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dropout_in_modules(framework):
+    x = normal(1, 2, T, D)
+    rngs = {"rngs": {"dropout": jax.random.key(4)}} if framework == "linen" else {"rngs": nnx.Rngs(dropout=4)}
+    fields = {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False}
+    params, call = make(framework, False, x, **fields)
+    expected = call(params, x, **rngs)
+    for ours, hook in ((False, {"attention_fn": attention_fn}), (True, {})):
+        _, call = make(framework, ours, x, **fields, **hook)
+        fresh = rngs if framework == "linen" else {"rngs": nnx.Rngs(dropout=4)}
+        assert_close(call(params, x, **fresh), expected)
+
+
+def test_explain_tells_of_dropout():
+    q = normal(1, T, N, H)
+    assert "xla: runs this call\n" in pallas_fa.explain(q, q, q)
+    text = pallas_fa.explain(q, q, q, dropout_rate=0.1)
+    assert "reference: runs this call, dropout in plain jnp" in text and "xla: cannot: it has no dropout" in text
+
+
+FIELDS = [{}, {"normalize_qk": True}, {"use_bias": False}, {"decode": True}]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_checkpoints_of_linen(fields):
+    """Automatic names, parameters and cache: bytes written by one are read by the other."""
+    x = normal(1, 2, T, D)
+    for name in ("MultiHeadDotProductAttention", "MultiHeadAttention"):
+        states, calls = [], []
+        for library in (flax.linen, pallas_fa.nn.linen):
+
+            class Model(flax.linen.Module):
+                cls: type
+
+                @flax.linen.compact
+                def __call__(self, x):
+                    return x + self.cls(num_heads=N, **fields)(x)
+
+            model = Model(getattr(library, name))
+            states.append(model.init(jax.random.key(len(states)), x))
+            calls.append(functools.partial(model.apply, mutable="cache"))
+        assert list(states[0]["params"]) == [f"{name}_0"]
+        step = x[:, :1] if "decode" in fields else x
+        for source, target in ((0, 1), (1, 0)):
+            read = serialization.from_bytes(states[target], serialization.to_bytes(states[source]))
+            assert_close(calls[target](read, step), calls[source](states[source], step))
+
+
+@pytest.mark.parametrize("fields", [*FIELDS, {"num_kv_heads": 2}], ids=str)
+def test_checkpoints_of_nnx(fields):
+    x = normal(1, 2, T, D)
+    decode = fields.get("decode", False)
+    layers = [
+        cls(N, D, rngs=nnx.Rngs(seed), **({"decode": False} | fields))
+        for seed, cls in enumerate((nnx.MultiHeadAttention, pallas_fa.nn.nnx.MultiHeadAttention))
+    ]
+    for layer in layers:
+        if decode:
+            layer.init_cache(x.shape)
+    for source, target in (layers, layers[::-1]):
+        nnx.update(target, nnx.state(source))
+        kind = nnx.Any(nnx.Param, nnx.Cache)
+        assert_close(nnx.to_pure_dict(nnx.state(target, kind)), nnx.to_pure_dict(nnx.state(source, kind)), 0)
+        step = x[:, :1] if decode else x
+        assert_close(target(step), source(step))
+        nnx.update(target, jax.tree.map(lambda x: x + 1, nnx.state(target)))  # so that the way back has something to do
+
+
+def einsum_cls():
+    return jnp.einsum
+
+
+ERRORS = {
+    "sow_weights": ({}, {"sow_weights": True}, NotImplementedError, "never in memory here.*dot_product_attention"),
+    "kernel": ({"dropout_rate": 0.1, "implementation": "mosaic_gpu"}, {}, NotImplementedError, "it has no dropout yet"),
+    "xla": ({"dropout_rate": 0.1, "implementation": ("mosaic_gpu", "xla")}, {}, NotImplementedError, "dropout_rate=0"),
+    "rate": ({"dropout_rate": 1.5}, {}, ValueError, r"dropout_rate=1.5 must be in \[0, 1\)"),
+    "soft cap": ({"logits_soft_cap": -1.0}, {}, ValueError, "logits_soft_cap=-1.0 must be positive"),
+    "window": ({"local_window_size": (1, -2)}, {}, ValueError, r"local_window_size=\(1, -2\) must not be negative"),
+    "one id": ({}, {"query_segment_ids": np.zeros((2, T), int)}, ValueError, "both or neither"),
+    "id shape": (
+        {},
+        {"query_segment_ids": np.zeros(T, int), "key_value_segment_ids": np.zeros(T, int)},
+        ValueError,
+        r"query_segment_ids.shape=\(12,\) must be \[\*B, T\]",
+    ),
+    "mask": ({}, {"mask": np.ones((2, T, T))}, ValueError, r"mask.shape=\(2, 12, 12\) is not broadcastable"),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_modules(framework, name):
+    fields, kwargs, error, match = ERRORS[name]
+    x = normal(1, 2, T, D)
+    with pytest.raises(error, match=match):
+        make(framework, True, x, deterministic=False, **fields)[1](make(framework, True, x)[0], x, **kwargs)
+
+
+def test_errors_of_linen_modules():
+    x = normal(1, 2, T, D)
+    einsums = {"qk_attn_weights_einsum_cls": einsum_cls, "attn_weights_value_einsum_cls": einsum_cls}
+    for ours, hook in ((False, {"attention_fn": attention_fn}), (True, {})):
+        with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum=.*Leave qk_attn_weights_einsum_cls=None"):
+            make("linen", ours, x, **einsums, **hook)
+        with pytest.raises(NotImplementedError, match="attn_weights_value_einsum=.*cannot be replaced"):
+            attention_fn(*[x] * 3, attn_weights_value_einsum=jnp.einsum)
+    with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
+        make("linen", True, x, num_kv_heads=3)
+    layer, _ = decoder("linen", pallas_fa.nn.linen.MultiHeadAttention, x)
+    with pytest.raises(ValueError, match="decode=True takes one position at a time"):
+        layer[0].apply(layer[1], x, mutable="cache")
+    with pytest.raises(ValueError, match="inputs_v is given without inputs_k"):
+        layer[0].apply(layer[1], x, None, x)
+
+
+def test_errors_of_the_function():
+    q = normal(1, 2, T, N, H)
+    with pytest.raises(ValueError, match="dropout_rng=None, but dropout is active"):
+        attention_fn(q, q, q, dropout_rate=0.1)
+    with pytest.raises(NotImplementedError, match="attention_fn rotates nothing.*RoPE"):
+        layer = nnx.MultiHeadAttention(N, D, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+        layer(normal(1, 2, T, D), input_positions=jnp.zeros((2, T), int))
+    for kwargs in ({"is_causal": True}, {"local_window_size": (3, 0)}):  # a cache: position 0 it is not
+        with pytest.raises(ValueError, match="one query with 12 keys would be taken for position 0"):
+            attention_fn(q[:, -1:], q, q, **kwargs)
+
+
+def test_linen_scan_and_remat():
+    """Two layers under nn.scan and nn.remat: as Flax's own attention in the same stack."""
+    x, mask = normal(1, 2, T, D), flax.linen.make_causal_mask(jnp.ones((2, T)))
+
+    def stack(cls, **fields):
+        class Block(flax.linen.Module):
+            @flax.linen.compact
+            def __call__(self, x, mask):
+                return x + cls(num_heads=N, name="attention", **fields)(x, mask=mask), None
+
+        layers = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": flax.linen.broadcast}
+        model = flax.linen.scan(flax.linen.remat(Block), length=2, **layers)()
+        variables = jax.jit(model.init)(jax.random.key(0), x, mask)
+        return with_gradients(lambda variables, x: model.apply(variables, x, mask)[0], variables, x)
+
+    expected = stack(flax.linen.MultiHeadDotProductAttention)
+    assert_close(stack(flax.linen.MultiHeadDotProductAttention, attention_fn=attention_fn), expected)
+    assert_close(stack(pallas_fa.nn.linen.MultiHeadDotProductAttention), expected)
+
+
+@pytest.mark.smoke
+def test_nnx_transforms():
+    """nnx.jit, nnx.grad, nnx.remat and nnx.scan of stacked layers; a Mask is an argument like any other."""
+    x = normal(1, 2, T, D)
+
+    def gradients(cls, mask, **fields):
+        @nnx.vmap(in_axes=0)
+        def layers(rngs):
+            return cls(N, D, decode=False, rngs=rngs, **fields)
+
+        @nnx.remat
+        @nnx.scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
+        def run(layer, x, mask):
+            return x + layer(x, mask=mask)
+
+        stacked = layers(nnx.Rngs(0).split(2))
+        return nnx.jit(nnx.grad(lambda layer, x, mask: jnp.sum(jnp.sin(run(layer, x, mask)))))(stacked, x, mask)
+
+    expected = nnx.to_pure_dict(gradients(nnx.MultiHeadAttention, CAUSAL))
+    ours = gradients(pallas_fa.nn.nnx.MultiHeadAttention, masks.Causal())
+    hooked = gradients(nnx.MultiHeadAttention, masks.Causal(), attention_fn=attention_fn)
+    assert_close(nnx.to_pure_dict(ours), expected)
+    assert_close(nnx.to_pure_dict(hooked), expected)
+
+
+def test_nnx_modules_compile_once():
+    """Two modules of the same fields are one program: the fields are static and comparable."""
+    call = nnx.jit(lambda layer, x: layer(x))
+    for seed in range(2):
+        fields = {"local_window_size": (3, 0), "logits_soft_cap": 5.0, "implementation": ("mosaic_gpu", "xla")}
+        call(pallas_fa.nn.nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(seed), **fields), normal(1, T, D))
+    graphs = [
+        nnx.graphdef(pallas_fa.nn.nnx.MultiHeadAttention(N, D, logits_soft_cap=cap, rngs=nnx.Rngs(0)))
+        for cap in (5.0, 5.0, 6.0)
+    ]
+    assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1]) and graphs[0] != graphs[2]
+
+
+@pytest.mark.smoke
+def test_flax_is_optional(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("pallas_fa.nn")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(pallas_fa, "nn")
+    monkeypatch.setitem(sys.modules, "flax", None)  # makes `import flax` fail
+    with pytest.raises(ImportError, match=r"pip install 'pallas_fa\[flax\]'"):
+        import pallas_fa.nn as _  # noqa: F401
+    subprocess.run([sys.executable, "-c", "import pallas_fa, sys; assert 'flax' not in sys.modules"], check=True)
