@@ -9,16 +9,8 @@ from pathlib import Path
 
 import jax
 
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "numpy",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-)
-_PEERS = ("tokamax",)
+_PACKAGES = ("jax", "jaxlib", "numpy", "tokamax")
+_CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def device_kind() -> str:
@@ -31,7 +23,7 @@ def device_kind() -> str:
     except OSError:
         found = None
     model = found[1].strip() if found else platform.machine()
-    return f"{model}, {os.process_cpu_count() if hasattr(os, 'process_cpu_count') else os.cpu_count()} cores"
+    return f"{model}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
 def folder() -> str:
@@ -45,7 +37,7 @@ def versions() -> dict[str, str]:
     import pallas_fa
 
     found = {"python": platform.python_version(), "pallas_fa": pallas_fa.__version__}
-    for package in (*_PACKAGES, *_PEERS):
+    for package in (*_PACKAGES, *_CUDA):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

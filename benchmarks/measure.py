@@ -3,9 +3,9 @@
 Directions: `forward`; `backward`, the pullback alone, with the residuals as its inputs, so that no forward work is in
 it; `fwdbwd`, output and gradients in one program.
 
-Time: a sample is a number of calls in a row (enough to last `target_s`), over its number. On a GPU the host waits once,
-after the last call: a stream runs its work in order, so the sum is the device's. On a CPU it waits after each call, since
-independent calls may overlap there. Inputs small enough to stay in a cache are several sets in turn.
+Time: a sample is a number of calls in a row (enough to last `target_s`), over its number. On a GPU the host waits
+once, after the last call: a stream runs its work in order, so the sum is the device's. On a CPU it waits after each
+call, since independent calls may overlap there. On a GPU, inputs that would stay in its cache are several sets in turn.
 """
 
 import dataclasses
@@ -159,7 +159,7 @@ def input_sets(workload: Workload) -> list[tuple[dict[str, Any], Any]]:
 
 
 def take_turns(
-    others: list[Bound], baseline: Bound | None, rounds: int, deadline: float, after: Callable[[], None]
+    others: list[Bound], baseline: Bound | None, rounds: int, deadline: float, after: Callable[[], object]
 ) -> dict[str, list[float]]:
     """Samples all: in each round the others in random order, each next to a sample of the baseline, in random order.
 

@@ -68,16 +68,13 @@ def timed(bound: Bound, ratios: list[float], baseline: str | None) -> Row:
 
 
 def accuracy(errors: dict[str, dict[str, float]], checked_rows: int) -> Row:
-    """The worst of all outputs, and each."""
-    if not errors:
-        return {}
-    rounded = {name: {k: float(f"{x:.3g}") for k, x in each.items()} for name, each in errors.items()}
-    return {
-        "max_error": max(x["max"] for x in rounded.values()),
-        "mean_error": max(x["mean"] for x in rounded.values()),
-        "errors": rounded,
-        "checked_query_rows": checked_rows,
-    }
+    """The worst of all outputs, and each; None where it is not finite."""
+    rounded = {name: {k: _finite(x) for k, x in each.items()} for name, each in errors.items()}
+    worst: Row = {}
+    for kind in ("max", "mean"):
+        values = [each[kind] for each in errors.values()]
+        worst[f"{kind}_error"] = _finite(max(values)) if np.all(np.isfinite(values)) else None
+    return worst | {"errors": rounded, "checked_query_rows": checked_rows}
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
@@ -98,7 +95,7 @@ def table(rows: list[Row], baseline: str | None) -> str:
             lines.append([*start, row["implementation"], "-", "", "", _mib(row), "", _short(row.get("error"))])
             continue
         error = f"{row['max_error']:.1e}" if row.get("max_error") is not None else ""
-        ratio = f"{row['ratio']:.2f}" if row.get("ratio") is not None else ""
+        ratio = row["error"] or (f"{row['ratio']:.2f}" if row.get("ratio") is not None else "")
         times = [f"{row['p50_ms']:.4g}", f"{row['p90_ms']:.4g}", f"{row['tflops']:.3g}"]
         lines.append([*start, row["implementation"], *times, _mib(row), error, ratio])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -114,7 +111,12 @@ def _mib(row):
 
 
 def _short(text):
-    return text if text is None or len(text) <= 70 else text[:67] + "..."
+    text = text or ""
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+def _finite(x):
+    return float(f"{x:.3g}") if np.isfinite(x) else None
 
 
 def _rounded(x):

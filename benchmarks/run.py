@@ -59,21 +59,22 @@ def compile_all(programs: list[measure.Program], threads: int, deadline: float) 
 class Runner:
     """Times compiled programs, one workload after the other, and hands on each row as it is made."""
 
-    def __init__(self, args: argparse.Namespace, baseline: str, common: rows.Row, emit: Callable[[rows.Row], None]):
-        self.args, self.baseline, self.common, self.emit = args, baseline, common, emit
+    def __init__(
+        self, args: argparse.Namespace, baseline: str, common: rows.Row, end: float, emit: Callable[..., None]
+    ):
+        self.args, self.baseline, self.common, self.end, self.emit = args, baseline, common, end, emit
 
-    def group(
-        self, programs: list[measure.Program], inputs: Any, true: Truth | None, deadline: float, bar: tqdm
-    ) -> None:
-        """One workload in one direction: all programs first run and checked, then timed in turns."""
+    def group(self, programs: list[measure.Program], inputs: Any, true: Truth | None, share: float, bar: tqdm) -> None:
+        """One workload in one direction: all programs run once and checked, then timed in turns for `share` seconds."""
         found: dict[int, rows.Row] = {id(p): self.common | rows.compiled(p) for p in programs}
         bounds = []
         for program in programs:
-            if (bound := self._start(program, inputs, true, found[id(program)], deadline)) is not None:
+            if (bound := self._start(program, inputs, true, found[id(program)])) is not None:
                 bounds.append(bound)
         base = next((b for b in bounds if b.program.implementation.name == self.baseline), None)
         others = [b for b in bounds if b is not base]
-        ratios = measure.take_turns(others, base, self.args.rounds, deadline, after=lambda: bar.update() and None)
+        until = min(self.end, time.monotonic() + share)
+        ratios = measure.take_turns(others, base, self.args.rounds, until, after=bar.update)
         state = {"load": machine.load(), "gpu_state": machine.gpu_state()}
         for bound in bounds:
             name = bound.program.implementation.name
@@ -81,7 +82,7 @@ class Runner:
         for row in found.values():
             self.emit(row)
 
-    def _start(self, program, inputs, true, row, deadline) -> measure.Bound | None:
+    def _start(self, program, inputs, true, row) -> measure.Bound | None:
         """First run, check and warm-up; None, with the reason in the row, where it cannot be timed."""
         temp = program.memory.get("temp", 0)
         if program.error:
@@ -90,7 +91,7 @@ class Runner:
             row["error"] = "not run: this workload is compiled for its memory only"
         elif temp > self.args.max_temp_gib * 2**30:
             row["error"] = f"not run: needs {temp / 2**30:.1f} GiB of temporary memory"
-        elif time.monotonic() > deadline:
+        elif time.monotonic() > self.end:
             row["error"] = "not run: the budget was spent"
         if row["error"]:
             return None
@@ -99,6 +100,7 @@ class Runner:
             outputs, row["first_call_s"] = bound.first()
             if true is not None:
                 row |= rows.accuracy(true.errors(program.results(outputs)), len(true.rows))
+                row["error"] = None if row["max_error"] is not None else "wrong: not finite where the truth is"
             del outputs
             bound.warm_up(self.args.target_ms / 1e3)
             return bound
@@ -146,9 +148,8 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     out.parent.mkdir(parents=True, exist_ok=True)
     run = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     common = rows.common(args.suite, run, args.commit) | {"compile_threads": args.compile_threads}
-    compile_all(
-        [p for group in groups for p in group], args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds
-    )
+    programs = [program for group in groups for program in group]
+    compile_all(programs, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
 
     made: list[rows.Row] = []
     with out.open("w") as file, tqdm(total=len(groups) * args.rounds, desc="time", disable=None) as bar:
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
             file.flush()
 
         try:
-            _time_all(Runner(args, baseline, common, emit), groups, end, bar)
+            _time_all(Runner(args, baseline, common, end, emit), groups, bar)
         except KeyboardInterrupt:
             print(f"\nInterrupted: the rows so far are in {out.name}.", file=sys.stderr)
     print(rows.table(made, baseline))
@@ -171,20 +172,20 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     return made
 
 
-def _time_all(runner: Runner, groups: list[list[measure.Program]], end: float, bar: tqdm) -> None:
+def _time_all(runner: Runner, groups: list[list[measure.Program]], bar: tqdm) -> None:
     workload, inputs, true = None, [], None
     affordable = 2**27 if jax.devices()[0].platform == "cpu" else 2**29
     for i, group in enumerate(groups):
         if not group:
             continue
-        now = time.monotonic()
-        runnable = group[0].workload.timed and any(p.error is None for p in group) and now < end
+        left = runner.end - time.monotonic()
+        runnable = group[0].workload.timed and any(p.error is None for p in group) and left > 0
         if group[0].workload is not workload and runnable:
             workload, inputs, true = group[0].workload, [], None  # frees the last workload's before making new ones
             inputs = measure.input_sets(workload)
             true = truth(workload, *inputs[0], affordable)
         bar.set_postfix_str(group[0].workload.name)
-        runner.group(group, inputs, true, now + (end - now) / (len(groups) - i), bar)
+        runner.group(group, inputs, true, left / (len(groups) - i), bar)
 
 
 if __name__ == "__main__":

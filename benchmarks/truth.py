@@ -1,8 +1,8 @@
 """Float64 truth for a slice of a workload, written apart from the library, and the errors against it.
 
 The slice is the last key head with its group of query heads, of the last batch entry; of every entry where there is a
-bias, whose gradient is a sum over them. All query rows are computed where that is affordable, which gives every gradient;
-else a few rows, which give the output and dq.
+bias, whose gradient is a sum over them. All query rows are computed where that is affordable, which gives every
+gradient; else a few rows, which give the output and dq.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
             parts.append({name: np.asarray(x) for name, x in part.items()})
     values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
     if whole:
-        values |= {name: sum(p[name] for p in parts) for name in ("key", "value")}
+        values |= {name: np.sum([p[name] for p in parts], axis=0) for name in ("key", "value")}
     if w.bias:
         values["bias"] = np.concatenate([p["bias"] for p in parts])
     return Truth(w, rows, values)

@@ -84,13 +84,13 @@ class Workload:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What gets gradients: query, key, value and, where there is one, bias."""
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "query": (self.B, self.T, self.N, self.H),
             "key": (self.B, self.S, self.K, self.H),
             "value": (self.B, self.S, self.K, self.Hv),
         }
-        if self.bias:
-            shapes["bias"] = self.bias_shape()
+        if (bias := self.bias_shape()) is not None:
+            shapes["bias"] = bias
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
@@ -103,7 +103,7 @@ class Workload:
     def dense(self, *, padding_only: bool = False, documents_only: bool = False) -> jax.Array:
         """The mask as a bool array [B or 1, 1, T or 1, S]."""
         if padding_only:
-            return (np.arange(self.S) < self.lengths()[:, None])[:, None, None, :] * jnp.ones((), bool)
+            return jnp.asarray((np.arange(self.S) < self.lengths()[:, None])[:, None, None, :])
         bare = dataclasses.replace(self, causal=False, window=None, padding=None) if documents_only else self
         lo, hi = (jnp.asarray(x[:, None, :, None], jnp.int32) for x in bare.bounds())
         return _between(lo, hi, self.S)
@@ -136,8 +136,8 @@ def self_attention(name: str, B: int, S: int, N: int, H: int, *, K: int | None =
 
 
 def _cpu() -> list[Workload]:
-    f32 = {"dtype": "float32"}
-    base = {"B": 1, "N": 8, "H": 64, **f32}
+    f32: dict[str, Any] = {"dtype": "float32"}
+    base: dict[str, Any] = {"B": 1, "N": 8, "H": 64, **f32}
     required = "project requirement: float32, B=1 N=8 H=64"
     return [
         self_attention("causal-2048", S=2048, causal=True, provenance=f"{required}, time", **base),
@@ -185,7 +185,7 @@ def _hopper_table() -> list[Workload]:
 
 
 def _hopper_masks() -> list[Workload]:
-    base = {"B": 2, "S": 8192, "N": 16, "H": 128}
+    base: dict[str, Any] = {"B": 2, "S": 8192, "N": 16, "H": 128}
     return [
         self_attention("h128-full-8192", provenance="no mask: what masks are compared with", **base),
         self_attention("h128-causal-8192", causal=True, provenance="causal alone", **base),

@@ -109,18 +109,17 @@ class Attention(nnx.Module):
         query = rope(self.query(x).reshape(b, t, c.heads, c.head_dim), positions, c.rope_base)
         key = rope(self.key(x).reshape(b, t, c.kv_heads, c.head_dim), positions, c.rope_base)
         value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
-        if past is None:
-            out = pallas_fa.dot_product_attention(
-                query, key, value, is_causal=True, implementation=c.implementation
-            )  # [B,T,N,H]
-        else:
-            start = (0, positions[0], 0, 0)
-            key = jax.lax.dynamic_update_slice(past[0], key.astype(past[0].dtype), start)
-            value = jax.lax.dynamic_update_slice(past[1], value.astype(past[1].dtype), start)
-            past = (key, value)
+        mask = None
+        if past is not None:
+            key, value = past = tuple(
+                jax.lax.dynamic_update_slice(cached, new, (0, positions[0], 0, 0))
+                for cached, new in zip(past, (key, value), strict=True)
+            )
             # Query t stands at positions[t]: it sees what was read before it, and none of the empty places.
             mask = pallas_fa.masks.Causal(offset=jnp.broadcast_to(positions[0], (b,)))
-            out = pallas_fa.dot_product_attention(query, key, value, mask=mask, implementation=c.implementation)
+        out = pallas_fa.dot_product_attention(
+            query, key, value, mask=mask, is_causal=past is None, implementation=c.implementation
+        )  # [B,T,N,H]
         return self.out(out.reshape(b, t, c.width)), past
 
 

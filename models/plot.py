@@ -26,8 +26,8 @@ def plot_run(folder: Path, unit: str = "", baseline: tuple[str, float] | None = 
     if len(train):
         axes.plot(*train.T, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
         window = max(1, len(train) // 50)
-        smooth = np.convolve(train[:, 1], np.ones(window) / window, "valid")
-        axes.plot(train[window - 1 :, 0], smooth, color="tab:blue", label=f"training, mean of {window} steps")
+        step, loss = (np.convolve(column, np.ones(window) / window, "valid") for column in train.T)
+        axes.plot(step, loss, color="tab:blue", label=f"training, mean of {window} steps")
         # The first steps would squeeze all the others to the floor.
         axes.set_ylim(0, 1.1 * max(np.quantile(train[:, 1], 0.98), baseline[1] if baseline else 0))
     if len(validation):

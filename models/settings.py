@@ -87,7 +87,7 @@ COMMON: dict[str, Any] = {
     "keep": 3,
     "validate_every": 200,
     "log_every": 10,
-    "validation_bytes": 2**18,
+    "validation_bytes": 2**17,
     "sample_bytes": 500,
     "prompt": "def ",
     "temperature": 0.8,
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep", type=int, metavar="N", help="checkpoints to keep (default 3)")
     add("--validate-every", type=int, metavar="STEPS", help="(default 200)")
     add("--log-every", type=int, metavar="STEPS", help="how often losses are read from the device (default 10)")
-    add("--validation-bytes", type=int, metavar="N", help="held-out bytes in a validation (default 262144)")
+    add("--validation-bytes", type=int, metavar="N", help="held-out bytes in a validation (default 131072)")
     add("--sample-bytes", type=int, metavar="N", help="length of the text sampled at the end (default 500)")
     add("--prompt", help="what the sampled text begins with (default 'def ')")
     add("--temperature", type=float, help="of the sampling (default 0.8)")

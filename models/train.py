@@ -87,11 +87,9 @@ def run(settings: Settings) -> None:
     picture = plot_run(settings.out, task.unit, baseline)
     if isinstance(task, TextTask):
         write_sample(settings, task, state)
-    scores = next(row for row in reversed(read_rows(log.path)) if "validation_loss" in row)
-    print(
-        f"\nStep {scores['step']}: {_score_text(scores, task)}" + (f"; {_baseline_text(baseline)}" if baseline else "")
-    )
-    print(f"{time.monotonic() - started:.0f} s in all. Curve: {picture}  Checkpoints: {checkpoints.directory}")
+    scores = [row for row in read_rows(log.path) if "validation_loss" in row][-1]
+    print(f"\nStep {scores['step']}: " + "; ".join([_score_text(scores, task), *_baseline_text(baseline)]) + ".")
+    print(f"{time.monotonic() - started:.0f} s in all. The curve is {picture}.")
 
 
 def make_task(settings: Settings) -> tuple[Task, str]:
@@ -106,7 +104,7 @@ def make_task(settings: Settings) -> tuple[Task, str]:
 
 
 def explain_attention(settings: Settings, task: Task) -> str:
-    """Which implementation the model's attention takes. Lowers one call: what can't be done is said before long work."""
+    """Which implementation the attention takes. Lowers one call: what can't be done is said before the long work."""
     t, n, k, h = task.attention_shape
     query, key = (jax.ShapeDtypeStruct((1, t, heads, h), settings.dtype) for heads in (n, k))
     options = {"is_causal": isinstance(task, TextTask), "implementation": settings.implementation}
@@ -133,7 +131,7 @@ def introduce(settings: Settings, task: Task, state: TrainState, attention: str)
     if not isinstance(task, TextTask):
         return None
     baseline = ("order-2 byte model", task.order_two())
-    print(f"{_baseline_text(baseline)} on the held-out bytes.", flush=True)
+    print(*_baseline_text(baseline), "on the same held-out bytes.", flush=True)
     return baseline
 
 
@@ -239,8 +237,8 @@ def _score_text(scores: Row, task: Task) -> str:
     return text + (f", accuracy {scores['validation_accuracy']:.2%}" if "validation_accuracy" in scores else "")
 
 
-def _baseline_text(baseline: Baseline) -> str:
-    return f"{baseline[0]}: {baseline[1]:.4f} bits per byte"
+def _baseline_text(baseline: Baseline | None) -> list[str]:
+    return [f"{baseline[0]} {baseline[1]:.4f} bits per byte"] if baseline else []
 
 
 if __name__ == "__main__":

@@ -19,6 +19,14 @@ from pallas_fa.nn import attention_fn
 T, D, N, H = 12, 16, 4, 4
 FRAMEWORKS = ["linen", "nnx"]
 
+# The programs here are many and tiny: to compile them without LLVM's optimizations takes a third of the time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def compiled(call):
+    """`call`, compiled; its keyword arguments are constants of the program."""
+    return lambda *args, **kwargs: jit(functools.partial(call, **kwargs))(*args)
+
 
 def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
@@ -30,7 +38,7 @@ def make(framework, ours, *inputs, **fields):
         cls = pallas_fa.nn.linen.MultiHeadDotProductAttention if ours else flax.linen.MultiHeadDotProductAttention
         layer = cls(num_heads=N, qkv_features=N * H, **fields)
         keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        init = jax.jit(layer.init)
+        init = jit(layer.init)
         return init(keys, *inputs)["params"], lambda params, *a, **kw: layer.apply({"params": params}, *a, **kw)
     cls = pallas_fa.nn.nnx.MultiHeadAttention if ours else nnx.MultiHeadAttention
     layer = cls(N, D, N * H, decode=False, rngs=nnx.Rngs(params=0, dropout=1), **fields)
@@ -51,7 +59,7 @@ def with_gradients(call, params, *inputs, **kwargs):
         out = call(params, *inputs, **kwargs)
         return jnp.sum(out.astype(jnp.float32) * normal(9, *out.shape)), out
 
-    gradients, out = jax.jit(jax.grad(loss, argnums=tuple(range(1 + len(inputs))), has_aux=True))(params, *inputs)
+    gradients, out = jit(jax.grad(loss, argnums=tuple(range(1 + len(inputs))), has_aux=True))(params, *inputs)
     return out, gradients
 
 
@@ -102,16 +110,16 @@ def test_cross_attention_and_is_causal(framework):
     causal = np.tril(np.ones((T, 7), bool))[None, None]
     params, call = make(framework, False, q, k, v)
     expected = with_gradients(call, params, q, k, v, mask=mask)
-    expected_causal = call(params, q, k, v, mask=causal)
+    expected_causal = compiled(call)(params, q, k, v, mask=causal)
 
     _, call = make(framework, True, q, k, v)
     assert_close(with_gradients(call, params, q, k, v, mask=mask), expected)
     _, call = make(framework, True, q, k, v, is_causal=True)
-    assert_close(call(params, q, k, v), expected_causal)
+    assert_close(compiled(call)(params, q, k, v), expected_causal)
     if framework == "nnx":
-        assert_close(call(params, q, k, v, is_causal=False, mask=mask), expected[0])
+        assert_close(compiled(call)(params, q, k, v, is_causal=False, mask=mask), expected[0])
         _, call = make(framework, False, q, k, v, attention_fn=attention_fn)
-        assert_close(call(params, q, k, v, is_causal=True), expected_causal)
+        assert_close(compiled(call)(params, q, k, v, is_causal=True), expected_causal)
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
@@ -189,37 +197,38 @@ def test_grouped_heads():
     assert_close(make("nnx", False, x, num_kv_heads=2, attention_fn=hook)[1](params, x), expected[0])
 
 
-def decoded(framework, layer, x, mask=None, **segments):
-    """Outputs of `layer` fed one position at a time, with that position's row of `mask` or a whole `Mask`."""
+def decoder(framework, cls, x, **fields):
+    """(call of x without a cache, step with the cache: (state, x, kwargs) -> (out, state), first state)."""
+    if framework == "linen":
+        module = cls(num_heads=N, qkv_features=N * H, decode=True, **fields)
+        variables = jit(module.init)(jax.random.key(0), x)
+        call = functools.partial(module.clone(decode=False).apply, {"params": variables["params"]})
 
-    @jax.jit
-    def apply(variables, *inputs):
-        out, cache = layer[0].apply(variables, inputs[0], mutable="cache", **inputs[1])
-        return out, {**variables, **cache}
+        def step(variables, x, kwargs):
+            out, cache = module.apply(variables, x, mutable="cache", **kwargs)
+            return out, {**variables, **cache}
 
-    call = nnx.jit(lambda layer, x, kwargs: layer(x, decode=True, **kwargs))
-    outs, variables = [], layer[1] if framework == "linen" else None
+        return compiled(call), jit(step), variables
+    layer = cls(N, D, N * H, decode=False, rngs=nnx.Rngs(0), **fields)
+    layer.init_cache(x.shape)
+    graph, state = nnx.split(layer)
+
+    def step(state, x, kwargs):
+        layer = nnx.merge(graph, state)
+        return layer(x, decode=True, **kwargs), nnx.state(layer)
+
+    return compiled(layer), jit(step), state
+
+
+def decoded(step, state, x, mask=None, **segments):
+    """What `step` gives position by position, with that position's row of `mask`, or a whole `Mask`."""
+    outs = []
     for t in range(x.shape[-2]):
         kwargs = {"mask": mask[..., t : t + 1, :] if isinstance(mask, jax.Array) else mask}
         kwargs |= {k: v[..., t : t + 1] if k.startswith("query") else v for k, v in segments.items()}
-        if framework == "linen":
-            out, variables = apply(variables, x[..., t : t + 1, :], kwargs)
-        else:
-            out = call(layer, x[..., t : t + 1, :], kwargs)
+        out, state = step(state, x[..., t : t + 1, :], kwargs)
         outs.append(out)
     return jnp.concatenate(outs, axis=-2)
-
-
-def decoder(framework, cls, x, **fields):
-    """(layer that decodes for `decoded`, function of x that calls it without a cache)."""
-    if framework == "linen":
-        module = cls(num_heads=N, qkv_features=N * H, decode=True, **fields)
-        variables = module.init(jax.random.key(0), x)
-        full = lambda x, **kw: module.clone(decode=False).apply({"params": variables["params"]}, x, **kw)
-        return (module, variables), full
-    layer = cls(N, D, N * H, decode=False, rngs=nnx.Rngs(0), **fields)
-    layer.init_cache(x.shape)
-    return layer, layer
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -228,8 +237,8 @@ def test_decode_with_flaxs_module(framework, batch):
     cls = flax.linen.MultiHeadDotProductAttention if framework == "linen" else nnx.MultiHeadAttention
     x = normal(1, *batch, T, D)
     causal = flax.linen.make_causal_mask(jnp.ones((*batch, T)))
-    layer, full = decoder(framework, cls, x, attention_fn=attention_fn, normalize_qk=True)
-    assert_close(decoded(framework, layer, x), full(x, mask=causal))
+    call, *cached = decoder(framework, cls, x, attention_fn=attention_fn, normalize_qk=True)
+    assert_close(decoded(*cached, x), call(x, mask=causal))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -242,13 +251,12 @@ def test_decode_with_our_module(framework, batch):
     mask = jnp.broadcast_to((jnp.arange(T) != 2) | jnp.eye(T, dtype=bool), (*batch, 1, T, T))
     fields = {"num_kv_heads": 2, "is_causal": True, "local_window_size": (3, 0), "logits_soft_cap": 5.0}
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    layer, full = decoder(framework, cls, x, **fields)
-    expected = full(x, mask=mask, **segments)
-    assert_close(decoded(framework, layer, x, mask, **segments), expected)
+    call, *cached = decoder(framework, cls, x, **fields)
+    expected = call(x, mask=mask, **segments)
+    assert_close(decoded(*cached, x, mask, **segments), expected)
     # A Mask is the same for all steps: the module takes the row of its position.
     rule = masks.Dense(mask) & masks.Segments(ids, ids) & masks.Lengths(kv_lengths=jnp.full(batch, T - 1))
-    layer, full = decoder(framework, cls, x, **fields)
-    assert_close(decoded(framework, layer, x, rule)[..., : T - 1, :], expected[..., : T - 1, :])
+    assert_close(decoded(*cached, x, rule)[..., : T - 1, :], expected[..., : T - 1, :])
 
 
 @pytest.mark.parametrize(("batch", "broadcast_dropout"), [((), False), ((2,), True), ((2, 3), False), ((2, 3), True)])
@@ -256,14 +264,13 @@ def test_dropout_equals_flax(batch, broadcast_dropout):
     qkv = tuple(normal(i, *batch, T, N, H) for i in range(3))
     kwargs = {
         "mask": CAUSAL[0, 0],
-        "dropout_rng": jax.random.key(4),
+        "dropout_rng": jax.random.key(4, impl="rbg"),  # compiles in a tenth of the default's time
         "dropout_rate": 0.3,
         "broadcast_dropout": broadcast_dropout,
     }
     run = lambda fn: with_gradients(lambda _, *a: fn(*a, **kwargs), (), *qkv)
     ours = run(attention_fn)
-    assert_close(ours, run(flax.linen.dot_product_attention))
-    assert_close(ours, run(nnx.dot_product_attention))
+    assert_close(ours, run(flax.linen.dot_product_attention if batch else nnx.dot_product_attention))
     undropped = attention_fn(*qkv, **kwargs, deterministic=True)
     assert_close(undropped, flax.linen.dot_product_attention(*qkv, mask=kwargs["mask"]))
     assert not np.allclose(undropped, ours[0], atol=1e-2)
@@ -272,14 +279,22 @@ def test_dropout_equals_flax(batch, broadcast_dropout):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_dropout_in_modules(framework):
     x = normal(1, 2, T, D)
-    rngs = {"rngs": {"dropout": jax.random.key(4)}} if framework == "linen" else {"rngs": nnx.Rngs(dropout=4)}
     fields = {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False}
-    params, call = make(framework, False, x, **fields)
-    expected = call(params, x, **rngs)
-    for ours, hook in ((False, {"attention_fn": attention_fn}), (True, {})):
-        _, call = make(framework, ours, x, **fields, **hook)
-        fresh = rngs if framework == "linen" else {"rngs": nnx.Rngs(dropout=4)}
-        assert_close(call(params, x, **fresh), expected)
+    params, flaxs = make(framework, False, x, **fields)
+    calls = [
+        flaxs,
+        make(framework, False, x, attention_fn=attention_fn, **fields)[1],
+        make(framework, True, x, **fields)[1],
+    ]
+
+    @jit
+    def run(params, x, key):
+        rngs = ({"dropout": key} if framework == "linen" else nnx.Rngs(dropout=key) for _ in calls)
+        return [call(params, x, rngs=rng) for call, rng in zip(calls, rngs, strict=True)]
+
+    expected, hooked, ours = run(params, x, jax.random.key(4))
+    assert_close(hooked, expected)
+    assert_close(ours, expected)
 
 
 def test_explain_tells_of_dropout():
@@ -308,8 +323,8 @@ def test_checkpoints_of_linen(fields):
                     return x + self.cls(num_heads=N, **fields)(x)
 
             model = Model(getattr(library, name))
-            states.append(model.init(jax.random.key(len(states)), x))
-            calls.append(functools.partial(model.apply, mutable="cache"))
+            states.append(jit(model.init)(jax.random.key(len(states)), x))
+            calls.append(jit(functools.partial(model.apply, mutable="cache")))
         assert list(states[0]["params"]) == [f"{name}_0"]
         step = x[:, :1] if "decode" in fields else x
         for source, target in ((0, 1), (1, 0)):
@@ -378,11 +393,11 @@ def test_errors_of_linen_modules():
             attention_fn(*[x] * 3, attn_weights_value_einsum=jnp.einsum)
     with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
         make("linen", True, x, num_kv_heads=3)
-    layer, _ = decoder("linen", pallas_fa.nn.linen.MultiHeadAttention, x)
+    call, step, state = decoder("linen", pallas_fa.nn.linen.MultiHeadAttention, x)
     with pytest.raises(ValueError, match="decode=True takes one position at a time"):
-        layer[0].apply(layer[1], x, mutable="cache")
+        step(state, x, {})
     with pytest.raises(ValueError, match="inputs_v is given without inputs_k"):
-        layer[0].apply(layer[1], x, None, x)
+        call(x, inputs_v=x)
 
 
 def test_errors_of_the_function():
@@ -409,7 +424,7 @@ def test_linen_scan_and_remat():
 
         layers = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": flax.linen.broadcast}
         model = flax.linen.scan(flax.linen.remat(Block), length=2, **layers)()
-        variables = jax.jit(model.init)(jax.random.key(0), x, mask)
+        variables = jit(model.init)(jax.random.key(0), x, mask)
         return with_gradients(lambda variables, x: model.apply(variables, x, mask)[0], variables, x)
 
     expected = stack(flax.linen.MultiHeadDotProductAttention)

@@ -131,13 +131,14 @@ def test_ranges_of_array_masks(fit, mask_and_size, tile):
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_of_long_arrays(seed):
     """From 2048 positions on arrays are looked at in blocks of several."""
-    rng, T, S = np.random.default_rng(seed), 6, 2309
-    q_ids = np.sort(rng.integers(0, 4, (B, T)), axis=-1)
-    kv_ids = np.sort(rng.integers(0, 4, (B, S)), axis=-1)
-    stripes = np.repeat(rng.random((B, 1, T, S // 7 + 1)) < 0.8, 7, axis=-1)[..., :S]
-    for mask in (Segments(q_ids, kv_ids), Dense(stripes), Dense(stripes) & Segments(q_ids, kv_ids) | Window(3, 900)):
-        check_ranges(bind(mask, T, S), T, S, 4, True)
-        mask = bind(jax.tree.map(lambda x: x.swapaxes(-1, -2) if x.ndim == 4 else x, mask), T, S) if 0 else mask
+    rng = np.random.default_rng(seed)
+    for T, S in ((6, 2309), (2309, 6)):
+        q_ids, kv_ids = (np.sort(rng.integers(0, 4, (B, size)), axis=-1) for size in (T, S))
+        segments = Segments(q_ids, kv_ids)
+        dense = Dense(np.kron(rng.random((B, 1, T // 3, S // 3)) < 0.8, np.ones((4, 4), bool))[..., :T, :S] > 0)
+        for mask in (segments, dense, dense & segments | Window(900, 900)):
+            for tile in (4, 2309):
+                check_ranges(bind(mask, T, S), T, S, tile, fit=True)
 
 
 @hypothesis.given(masks_and_sizes(static_masks), st.integers(0, 15), st.integers(1, 8))

@@ -16,8 +16,8 @@ B, T, S, N, K, H = 2, 70, 90, 4, 2, 8
 Q_LENGTHS, KV_LENGTHS = np.array([41, 70]), np.array([67, 21])
 
 
-def run(implementation, q, k, v, arrays, cotangents, keywords):
-    """{name: result or gradient}; `keywords(arrays)` are the other arguments."""
+def runner(implementation, keywords):
+    """A jitted function of (q, k, v, arrays, cotangents) -> {name: result or gradient}; `keywords(arrays)` is the rest."""
 
     @jax.jit
     def both(q, k, v, arrays, cotangents):
@@ -26,12 +26,11 @@ def run(implementation, q, k, v, arrays, cotangents, keywords):
                 q, k, v, **keywords(arrays), implementation=implementation, return_residual=True
             )
 
-        results, pullback = jax.vjp(attend, q, k, v, arrays)
-        return results, pullback(cotangents)
+        (out, lse), pullback = jax.vjp(attend, q, k, v, arrays)
+        dq, dk, dv, d_arrays = pullback(cotangents)
+        return {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, **d_arrays}
 
-    (out, lse), (dq, dk, dv, d_arrays) = both(q, k, v, arrays, cotangents)
-    found = {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, **d_arrays}
-    return {name: np.asarray(x) for name, x in found.items()}
+    return lambda *x: jax.tree.map(np.asarray, both(*x))
 
 
 def normal(rng, *shape):
@@ -80,7 +79,8 @@ def test_empty_rows_give_zero_and_minus_infinity_and_no_gradients(name, implemen
     q, k, v, cotangents = inputs(rng)
     arrays = {"bias": normal(rng, B, N, T, 1), "slopes": abs(normal(rng, N))}
     score = lambda a: {"score": scores.Alibi(a["slopes"]), "bias": a["bias"], "logits_soft_cap": 3.0, **keywords}
-    found = run(implementation, q, k, v, arrays, cotangents, score)
+    run = runner(implementation, score)
+    found = run(q, k, v, arrays, cotangents)
     empty = empty.swapaxes(1, 2)  # [B, T, N]
     assert (found["out"][empty] == 0).all()
     assert (found["lse"][empty] == -np.inf).all()
@@ -93,7 +93,7 @@ def test_empty_rows_give_zero_and_minus_infinity_and_no_gradients(name, implemen
     # And nothing of these rows reaches the keys: other queries, cotangents and biases there change no gradient.
     there = empty[..., None]
     q, d_out = (np.where(there, 100 * x, x) for x in (q, cotangents[0]))
-    again = run(implementation, q, k, v, arrays, (d_out, np.where(empty, -50, cotangents[1])), score)
+    again = run(q, k, v, arrays, (d_out, np.where(empty, np.float32(-50), cotangents[1])))
     for name, x in found.items():
         np.testing.assert_array_equal(again[name], x, name)
 
@@ -161,11 +161,11 @@ def test_padding_may_hold_anything(how, implementation, rng):
     arrays, padding = _arrays(rng), _padding()
     names = ("query", "key", "value", "out", "lse", *arrays)
     clean = dict(zip(names, (q, k, v, *cotangents, *arrays.values()), strict=True))
-    results = []
+    run, results = runner(implementation, _keywords(how)), []
     for poison in (None, np.nan, np.inf, -np.inf):
         x = {name: a if poison is None else np.where(padding[name], np.float32(poison), a) for name, a in clean.items()}
         arguments = (x["query"], x["key"], x["value"], {name: x[name] for name in arrays}, (x["out"], x["lse"]))
-        results.append(run(implementation, *arguments, _keywords(how)))
+        results.append(run(*arguments))
     for name, want in results[0].items():
         where = np.broadcast_to(padding[name], want.shape)
         assert (want[where] == (-np.inf if name == "lse" else 0)).all(), name
@@ -203,16 +203,17 @@ def test_padding_of_a_key_head_is_past_the_longest_of_its_group(implementation, 
     q, k, v, cotangents = inputs(rng, batch=1)
     lengths = np.array([30, 50, 90, 10]).reshape(1, N, 1, 1)
     keywords = lambda a: {"mask": masks.Lengths(None, lengths)}
-    clean = run(implementation, q, k, v, {}, cotangents, keywords)
+    run = runner(implementation, keywords)
+    clean = run(q, k, v, {}, cotangents)
     for n in range(N):
         one = slice(n, n + 1)
         cut = lengths[0, n, 0, 0]
-        want = run("reference", q[:, :, one], k[:, :cut, n // 2][:, :, None], v[:, :cut, n // 2][:, :, None], {},
-                   tuple(x[:, :, one] for x in cotangents), lambda a: {})  # fmt: skip
+        alone = (q[:, :, one], k[:, :cut, [n // 2]], v[:, :cut, [n // 2]], {}, tuple(x[:, :, one] for x in cotangents))
+        want = runner("reference", lambda a: {})(*alone)
         np.testing.assert_allclose(clean["out"][:, :, one], want["out"], atol=1e-5)
         np.testing.assert_allclose(clean["query"][:, :, one], want["query"], atol=1e-5)
     k[:, 50:, 0], v[:, 50:, 0] = np.nan, np.inf
-    dirty = run(implementation, q, k, v, {}, cotangents, keywords)
+    dirty = run(q, k, v, {}, cotangents)
     for name, want in clean.items():
         np.testing.assert_array_equal(dirty[name], want, name)
     assert (dirty["key"][:, 50:, 0] == 0).all() and (dirty["value"][:, 50:, 0] == 0).all()

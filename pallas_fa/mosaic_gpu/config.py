@@ -8,13 +8,16 @@ class ForwardConfig:
     """Tiles of the forward kernel: each of `compute_wgs` warpgroups holds 64 queries, against `block_kv` keys at a time.
 
     `stages`: depth of the K and V rings. `head_section`: heads whose tiles run side by side, the longest tiles first,
-    where the work of tiles differs; it keeps their keys and values in the L2 cache.
+    where the work of tiles differs; it keeps their keys and values in the L2 cache. `pin_softmax`: write the row sums to
+    shared memory in each step, where nobody reads them. ptxas otherwise moves the exponentials behind the wait for the
+    P V matmul that they are meant to run under; it cannot move them behind a store.
     """
 
     compute_wgs: int = 2
     block_kv: int = 128
     stages: int = 2
     head_section: int = 8
+    pin_softmax: bool = True
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -41,7 +44,7 @@ def forward_configs(head_dim: int, value_dim: int) -> tuple[ForwardConfig, ...]:
     widest = max(head_dim, value_dim)
     small = (ForwardConfig(compute_wgs=2, block_kv=64), ForwardConfig(compute_wgs=1, block_kv=64))
     if widest <= 64:
-        return ForwardConfig(compute_wgs=3, block_kv=128), ForwardConfig(compute_wgs=2, block_kv=128), *small
+        return ForwardConfig(compute_wgs=3, block_kv=128, pin_softmax=False), ForwardConfig(compute_wgs=2, block_kv=128), *small
     if widest <= 128:
         return ForwardConfig(compute_wgs=2, block_kv=128), *small
     if value_dim <= 128 and head_dim <= 192:
@@ -62,6 +65,7 @@ class BackwardConfig:
     stages: int = 2
     ds_stages: int = 2
     head_section: int = 8
+    pin_softmax: bool = True
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):

@@ -1,7 +1,7 @@
 """User functions inside a kernel: which of them lower, and in what form.
 
 A mask or score function is traced once and evaluated equation by equation, with inner functions (jit, custom_jvp)
-inlined and `add_any`, the sum that transposition makes, written as an addition: neither lowers as it is.
+inlined, and what differentiation makes (`add_any`, a sum; `one_minus_square`) written out: neither lowers as it is.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _INLINED = {
 _LOWERS = frozenset(
     "add sub mul div rem neg abs sign max min exp exp2 log tanh logistic sin cos sqrt rsqrt square integer_pow round "
     "eq ne lt le gt ge and or xor not select_n clamp convert_element_type broadcast_in_dim stop_gradient "
-    "shift_left shift_right_logical shift_right_arithmetic add_any copy".split()
+    "shift_left shift_right_logical shift_right_arithmetic add_any one_minus_square copy".split()
 )
 
 
@@ -67,6 +67,8 @@ def _evaluate(jaxpr, consts, args):
             outputs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
         elif eqn.primitive.name == "add_any":
             outputs = [lax.add(*inputs)]
+        elif eqn.primitive.name == "one_minus_square":  # of the derivative of tanh
+            outputs = [1 - inputs[0] * inputs[0]]
         elif eqn.primitive.name in ("stop_gradient", "copy"):
             outputs = inputs
         else:

@@ -42,14 +42,18 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
     if plan.visit_table:
         arrays.append(schedule.visit_table(mask, config.block_q, dims.T, dims.S, config.block_kv))
+
+    def flash_attention_forward(*refs, **scratch):
+        _kernel(plan, section, *refs, **scratch)
+
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, plan, section),
+        flash_attention_forward,
         out_type=(
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.N, blocks * config.block_q), jnp.float32),
         ),
-        grid=(dims.B * dims.N // section, blocks, section),
-        grid_names=("heads", "block", "head_in_section"),
+        grid=(dims.B * dims.N * blocks,),  # one axis: only the first of CUDA's three may pass 65535
+        grid_names=("block",),
         num_threads=config.compute_wgs + 1,
         thread_name="wg",
         scratch_types=plan.scratch(),
@@ -113,7 +117,7 @@ class _Plan:
         rows += [(self.out, c.block_q)] if self.out != self.q else []
         tiles = sum(x.padded_dim * n * self.problem.dtype.itemsize for x, n in rows)
         arrays = sum(a.scratch_bytes(c.stages, c.block_q, c.block_kv) for a in self.arrays)
-        return tiles + arrays + 4 * c.block_q
+        return tiles + arrays + 4 * (1 + c.pin_softmax * _SUM_COLUMNS) * c.block_q
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
@@ -130,6 +134,8 @@ class _Plan:
             k_free=ring(num_arrivals=c.compute_wgs),
             v_free=ring(num_arrivals=c.compute_wgs),
         )
+        if c.pin_softmax:
+            scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, _SUM_COLUMNS), jnp.float32)
         if self.out != self.q:
             scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
         if self.zeroes_padding:
@@ -178,11 +184,12 @@ def _kernel(plan: _Plan, section: int, q_gmem, k_gmem, v_gmem, *refs, **scratch)
 
 def _work(plan, section, arrays_gmem) -> _Work:
     dims, c, mask = plan.problem.dims, plan.config, plan.problem.mask
-    head = lax.axis_index("heads") * section + lax.axis_index("head_in_section")
-    b, n = lax.div(head, jnp.int32(dims.N)), lax.rem(head, jnp.int32(dims.N))
-    block = lax.axis_index("block")
+    blocks = -(-dims.T // c.block_q)
+    rest, head_in_section = _divmod(lax.axis_index("block"), section)
+    sections, block = _divmod(rest, blocks)
+    b, n = _divmod(sections * section + head_in_section, dims.N)
     if mask is not None:
-        block = -(-dims.T // c.block_q) - 1 - block  # under most masks later queries see more keys: longest first
+        block = blocks - 1 - block  # under most masks later queries see more keys: longest first
     t0 = block * c.block_q
     if mask is None:
         everything = (0, dims.S)
@@ -207,6 +214,10 @@ def _work(plan, section, arrays_gmem) -> _Work:
     return _Work(b, n, t0, found.last - 1, cut_end, full_end, steps)
 
 
+def _divmod(x, divisor):
+    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
+
+
 def _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, *, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free, **scratch):
     """The load warpgroup: queries once, then keys, arrays and values of every step."""
     c, b, n = plan.config, work.b, work.n
@@ -219,17 +230,12 @@ def _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, *, q_smem, k_smem, v_
         for i in plan.columns:
             load(arrays_gmem[i].at[(*plan.arrays[i].index(b, n), rows)], scratch[f"array{i}_smem"].at[wg], q_ready)
 
-    def wait_free(i, slot, free):
-        @pl.when(i >= c.stages)
-        def _():
-            plgpu.barrier_wait(free.at[slot])
-
     def load_arrays(i, keys):
         """Rows and tiles of arrays for step i, where it uses them."""
 
         def go():
             slot = lax.rem(_array_step(plan, work, i), c.stages)
-            wait_free(_array_step(plan, work, i), slot, scratch["arrays_free"])
+            _wait_free(plan, _array_step(plan, work, i), slot, scratch["arrays_free"])
             for a in plan.streamed:
                 smem, lead = scratch[f"array{a}_smem"].at[slot], plan.arrays[a].index(b, n)
                 if plan.arrays[a].kind == "row":
@@ -248,10 +254,10 @@ def _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, *, q_smem, k_smem, v_
     def _(i):
         slot = lax.rem(i, c.stages)
         keys = pl.ds((work.last - i) * c.block_kv, c.block_kv)
-        wait_free(i, slot, k_free)
+        _wait_free(plan, i, slot, k_free)
         plan.k.load(k_gmem, b, keys, kv_head, k_smem.at[slot], k_ready.at[slot])
         load_arrays(i, keys)
-        wait_free(i, slot, v_free)
+        _wait_free(plan, i, slot, v_free)
         load_v = functools.partial(plan.v.load, v_gmem, b, keys, kv_head, v_smem.at[slot])
         if not plan.zeroes_padding:
             load_v(v_ready.at[slot])
@@ -279,6 +285,14 @@ def _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, *, q_smem, k_smem, v_
             @pl.when(slot < used)
             def _(slot=slot):
                 plgpu.barrier_wait(scratch["arrays_free"].at[slot])
+
+
+def _wait_free(plan, step, slot, free):
+    """Before a ring's slot is loaded again, waits until all compute warpgroups have released it."""
+
+    @pl.when(step >= plan.config.stages)
+    def _():
+        plgpu.barrier_wait(free.at[slot])
 
 
 def _array_step(plan, work, i):
@@ -317,7 +331,10 @@ def _compute(plan, work, wg, arrays_gmem, out_gmem, lse_gmem, *, q_smem, k_smem,
 
         def under(x):
             plgpu.barrier_arrive(k_free.at[k_slot])
-            return softmax(scored(x, i, cut), m, l, cut)
+            results = softmax(scored(x, i, cut), m, l, cut)
+            if c.pin_softmax:
+                scratch["pin_smem"][wg] = results[1]
+            return results
 
         plgpu.barrier_wait(k_ready.at[k_slot])
         acc, (m, l, p, rescale) = tensor_core.logits_over_accumulate(
@@ -415,7 +432,7 @@ def _scored(plan, work, wg, arrays_gmem, scratch, x, i, cut):
             x = jnp.where(s < problem.dims.S, x, -jnp.inf)
         if mask is not None:
             ok = elementwise.inline(lambda t, s, mask: mask.allowed(work.b, work.n, t, s), t, s, mask)
-            x = jnp.where(ok, x, -jnp.inf)
+            x = jnp.where(jnp.broadcast_to(ok, x.shape), x, -jnp.inf)
     return x
 
 

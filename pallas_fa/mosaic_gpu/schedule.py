@@ -22,24 +22,25 @@ class Visits(NamedTuple):
     last: Any
 
 
-def visits(visited: ranges.Range, full: ranges.Range, size: int, tile: int) -> Visits:
+def visits(visited: ranges.Range, full: ranges.Range, size: int, tile: int, at_least: int = 1) -> Visits:
     """Tiles of an axis of `size` that cover the range `visited`, and those that lie inside the range `full`.
 
-    At least one tile is visited, so that a block with nothing to attend to still writes its (empty) results.
+    At least one tile is visited, so that a block with nothing to attend to still writes its (empty) results; `at_least`
+    may be 0 for a kernel that does so in any case.
     """
     count = -(-size // tile)
     lo, hi = (ranges.maximum(0, ranges.minimum(x, size)) for x in visited)
-    first = ranges.minimum(lo // tile, count - 1)
+    first = ranges.minimum(lo // tile, count - at_least)
     last = (hi + tile - 1) // tile
-    if not is_equal(last, count):  # where every tile to the end is visited, known while tracing, that stays
-        last = ranges.maximum(last, first + 1)
+    if at_least or not is_equal(last, count):  # where the last tile is visited in any case, that stays known
+        last = ranges.maximum(last, first + at_least)
     lo, hi = (ranges.maximum(0, ranges.minimum(x, size)) for x in full)
     # The last, ragged tile is never full: its tail holds no keys.
     full_first = ranges.maximum((lo + tile - 1) // tile, first)
     if not is_equal(full_first, first):  # where they are equal, known while tracing, so they stay
         full_first = ranges.minimum(full_first, last)
     full_last = ranges.minimum(hi // tile, last)
-    if not is_equal(full_last, last):
+    if at_least or not is_equal(full_last, last):
         full_last = ranges.maximum(full_last, full_first)
     return Visits(first, full_first, full_last, last)
 
@@ -68,7 +69,7 @@ def transposed_visit_table(mask: masks.Mask, block: int, size: int, other_size: 
     ends = np.minimum(starts + block, size)
     lo, hi = mask.full_q_range(starts, ends)
     full = lo, jnp.where(starts + block <= size, hi, lo)
-    found = [jnp.asarray(x, jnp.int32) for x in visits(mask.q_range(starts, ends), full, other_size, tile)]
+    found = [jnp.asarray(x, jnp.int32) for x in visits(mask.q_range(starts, ends), full, other_size, tile, 0)]
     shape = jnp.broadcast_shapes((1, 1, len(starts)), *(x.shape for x in found))
     return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
 

@@ -1,0 +1,141 @@
+"""The kernels lower for CUDA on any machine: every mask, score, head dim, length and tile configuration.
+
+Lowering runs all of Pallas and Mosaic GPU down to the GPU dialects, without a GPU; it finds most of what can be wrong
+with a kernel but its results.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_fa
+from pallas_fa import masks, scores
+from pallas_fa.mosaic_gpu.config import ForwardConfig, forward_configs
+from tests import cases
+from tests.cases import Case
+
+BASE = Case(200, 300, dtype="bfloat16", N=4, K=2, H=64, Hv=64, batch=(2,))
+HEAD_DIMS = ((8, 8), (64, 64), (72, 72), (128, 128), (192, 128), (64, 128), (128, 64), (256, 256), (136, 24))
+LENGTHS = ((1, 1), (1, 7), (64, 64), (799, 3), (239, 1), (1023, 1024), (4096, 4096))
+
+
+def kernels(fn, *args):
+    """How many GPU kernels are in the program that `fn` lowers to."""
+    lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("custom_call @mosaic_gpu")
+
+
+def lower_forward(case, **keywords):
+    inputs = case.inputs()
+    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", **keywords)
+    return kernels(lambda q, k, v, arrays: call(q, k, v, **inputs.keywords(arrays)), *inputs.qkv, inputs.arrays)
+
+
+@pytest.mark.parametrize("mask", cases.MASKS)
+def test_every_mask_lowers(mask):
+    batch = (2, 3) if "partial" in mask else (2,)
+    assert lower_forward(dataclasses.replace(BASE, mask=mask, batch=batch)) == 1
+
+
+@pytest.mark.parametrize("score", cases.SCORES)
+def test_every_score_lowers(score):
+    assert lower_forward(dataclasses.replace(BASE, mask="causal", score=score)) == 1
+
+
+@pytest.mark.parametrize(("H", "Hv"), HEAD_DIMS)
+def test_every_head_dim_lowers(H, Hv):
+    assert lower_forward(dataclasses.replace(BASE, mask="causal", H=H, Hv=Hv)) == 1
+    assert lower_forward(dataclasses.replace(BASE, T=256, S=320, mask="dense", score="bias", H=H, Hv=Hv)) == 1
+
+
+@pytest.mark.parametrize(("T", "S"), LENGTHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_length_lowers(T, S, dtype):
+    assert lower_forward(dataclasses.replace(BASE, T=T, S=S, mask="causal", dtype=dtype, batch=())) == 1
+
+
+CONFIGS = sorted({(dim, c) for dim in (64, 128, 192, 256) for c in forward_configs(dim, min(dim, 256))}, key=str)
+
+
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_every_configuration_of_the_tables_lowers(dim, config):
+    case = dataclasses.replace(BASE, mask="segments", H=dim, Hv=dim)
+    assert lower_forward(case, config=config) == 1
+
+
+def test_sizes_past_two_to_the_31_lower():
+    """B * N * T * S = 2^34 logits, a tensor of 2^32 elements, and more than 65535 tiles along an axis."""
+    x = jax.ShapeDtypeStruct((70_000, 1024, 1, 64), jnp.bfloat16)
+    assert kernels(functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu"), x, x, x) == 1
+    x = jax.ShapeDtypeStruct((1, 2**24, 1, 64), jnp.bfloat16)
+    assert kernels(functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu"), x, x, x) == 1
+
+
+def _floats(x, b, n, t, s):
+    y = jnp.tanh(x) + jnp.exp(-jnp.abs(x)) + jnp.log(x * x + 1) + jnp.sin(x) * jnp.cos(x) + jnp.sqrt(jnp.abs(x))
+    y = y + jax.nn.sigmoid(x) + jax.nn.relu(x) + jax.lax.rsqrt(x * x + 1) + x**3 + jnp.sign(x) + jnp.round(x)
+    return jnp.clip(jnp.where(x > 0, y, -y), -5.0, 5.0) + jnp.maximum(x, 0.1) / jnp.minimum(x - 3, -1.0)
+
+
+def _integers(b, n, t, s):
+    mixed = (t * 3 + s // 2 - (t % 5)) ^ (s & 7) | (t << 1) >> 1
+    return ((mixed > 4) & (t != s)) | (t <= s) & ((n + b) >= 0)
+
+
+def test_the_operations_said_to_lower_do():
+    call = functools.partial(
+        pallas_fa.dot_product_attention,
+        implementation="mosaic_gpu",
+        score=scores.Custom(_floats),
+        mask=masks.Custom(_integers),
+    )
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    assert kernels(call, x, x, x) == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"score": scores.Custom(lambda x, b, n, t, s: jnp.floor(x))}, "floor"),
+        ({"mask": masks.Custom(lambda b, n, t, s: jnp.isfinite(t * 1.0))}, "is_finite"),
+        ({"score": scores.Custom(lambda x, b, n, t, s: x + jnp.arange(64.0))}, "iota"),
+        ({"config": 3}, "ForwardConfig"),
+    ],
+)
+def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
+    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    call = functools.partial(pallas_fa.dot_product_attention, **keywords)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(functools.partial(call, implementation="mosaic_gpu"), x, x, x)
+    if "config" not in keywords:
+        assert kernels(call, x, x, x) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compute_wgs": 4}, "compute_wgs=4"),
+        ({"block_kv": 80}, "block_kv=80"),
+        ({"stages": 1}, "stages=1"),
+        ({"head_section": 0}, "head_section=0"),
+    ],
+)
+def test_a_wrong_configuration_says_why(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ForwardConfig(**arguments)
+
+
+def test_a_lowering_takes_less_than_a_second():
+    """Warm, of this thread alone: other tests run beside this one."""
+    import time
+
+    x = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+    seconds = []
+    for _ in range(3):
+        start = time.thread_time()
+        kernels(lambda q, k, v: pallas_fa.dot_product_attention(q, k, v, implementation="mosaic_gpu"), x, x, x)
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 1.0
