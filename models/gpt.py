@@ -7,7 +7,7 @@ K key/value heads, H head dim; D is the model's width and V its vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -111,16 +111,15 @@ class Attention(nnx.Module):
         value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
         mask = None
         if past is not None:
-            key, value = past = tuple(
-                jax.lax.dynamic_update_slice(cached, new, (0, positions[0], 0, 0))
-                for cached, new in zip(past, (key, value), strict=True)
-            )
+            key = jax.lax.dynamic_update_slice(past[0], key, (0, positions[0], 0, 0))
+            value = jax.lax.dynamic_update_slice(past[1], value, (0, positions[0], 0, 0))
+            past = (key, value)
             # Query t stands at positions[t]: it sees what was read before it, and none of the empty places.
             mask = pallas_fa.masks.Causal(offset=jnp.broadcast_to(positions[0], (b,)))
         out = pallas_fa.dot_product_attention(
             query, key, value, mask=mask, is_causal=past is None, implementation=c.implementation
         )  # [B,T,N,H]
-        return self.out(out.reshape(b, t, c.width)), past
+        return self.out(cast(jax.Array, out).reshape(b, t, c.width)), past
 
 
 class SwiGLU(nnx.Module):

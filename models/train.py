@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,6 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed, 2 bad arguments or data, 130 interrupted."""
-    # Orbax logs a failed write with a page of traceback; `_explain` says it in two lines.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         settings = parse(argv)
     except UsageError as error:
@@ -110,7 +109,8 @@ def explain_attention(settings: Settings, task: Task) -> str:
     options = {"is_causal": isinstance(task, TextTask), "implementation": settings.implementation}
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return jnp.sum(pallas_fa.dot_product_attention(query, key, value, **options), dtype=jnp.float32)
+        out = cast(jax.Array, pallas_fa.dot_product_attention(query, key, value, **options))
+        return out.sum(dtype=jnp.float32)
 
     try:
         jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key)
@@ -241,5 +241,21 @@ def _baseline_text(baseline: Baseline | None) -> list[str]:
     return [f"{baseline[0]} {baseline[1]:.4f} bits per byte"] if baseline else []
 
 
+def _quiet_orbax() -> None:
+    """Keeps the pages of traceback of a failed read or write off the screen; `_explain` says it in two lines.
+
+    Orbax logs it, and then each of tensorstore's threads finds the event loop closed that it was to report to.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+
+    def filtered(unraisable: sys.UnraisableHookArgs) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            show(unraisable)
+
+    sys.unraisablehook = filtered
+
+
 if __name__ == "__main__":
+    _quiet_orbax()
     sys.exit(main())

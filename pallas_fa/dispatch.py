@@ -109,7 +109,7 @@ _PORTABLE = {
 @functools.cache
 def _kernels(elsewhere: str | None) -> Implementation:
     """The GPU kernels where the program is lowered for CUDA; implementation `elsewhere`, or an error, on other platforms."""
-    other = _PORTABLE.get(elsewhere)
+    other = _PORTABLE[elsewhere] if elsewhere else None
 
     def forward(problem, *operands):
         from pallas_fa.mosaic_gpu.forward import forward as kernel

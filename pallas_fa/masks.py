@@ -215,7 +215,9 @@ class Lengths(Mask):
                 return None
             x = dims.spanning(name, x, "B")
             if x.shape[2:] != (1, 1):
-                raise ValueError(f"{name}.shape={x.shape} varies over positions. Give one length per batch entry: [*B].")
+                raise ValueError(
+                    f"{name}.shape={x.shape} varies over positions. Give one length per batch entry: [*B]."
+                )
             return jnp.clip(x, 0, size).astype(jnp.int32)
 
         return Lengths(bound("q_lengths", dims.T), bound("kv_lengths", dims.S))
@@ -294,7 +296,9 @@ class Custom(Mask):
         if not callable(fn):
             raise TypeError(f"fn={fn!r} must be a function fn(b, n, t, s, *slices) -> bool.")
         if ranges is not None and not isinstance(ranges, Mask):
-            raise TypeError(f"ranges={ranges!r} must be a Mask that contains this one, such as Window(128, 0), or None.")
+            raise TypeError(
+                f"ranges={ranges!r} must be a Mask that contains this one, such as Window(128, 0), or None."
+            )
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", tuple(_as_array("arrays", x) for x in arrays))
         object.__setattr__(self, "ranges", ranges)
@@ -394,7 +398,7 @@ def all_of(masks: list[Mask]) -> Mask | None:
     return parts[0] if len(parts) == 1 else And(parts) if parts else None
 
 
-def parts_of(mask: Mask | None, kind: type[Mask]) -> list[Mask]:
+def parts_of[M: Mask](mask: Mask | None, kind: type[M]) -> list[M]:
     """The parts of a conjunction (or the one mask) that are of `kind`."""
     return [part for part in _parts(mask, And) if isinstance(part, kind)]
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
@@ -36,10 +37,10 @@ batching.primitive_batchers[_needs_cuda] = _batch
 def cuda_only(fn: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """`fn` where the program is lowered for CUDA; `otherwise` elsewhere, or an error when it is lowered there."""
 
-    def no_kernel(*args):
+    def no_kernel(*args: Any) -> Any:
         shapes = jax.eval_shape(fn, *args)
         leaves, structure = jax.tree.flatten(shapes)
-        like = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves)
+        like = tuple(ShapedArray(x.shape, x.dtype) for x in leaves)
         return jax.tree.unflatten(structure, _needs_cuda.bind(*jax.tree.leaves(args), like=like))
 
     def run(*args):

@@ -108,15 +108,17 @@ def normalise(
         deterministic_gradients=bool(deterministic_gradients),
         config=config,
     )
-    flat = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
-    return problem, Operands(*flat, bound_score, bound_mask)
+    q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
+    return problem, Operands(q, k, v, bound_score, bound_mask)
 
 
 def _float_array(name, x):
     try:
         x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     except TypeError as e:
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a float array [*B, length, heads, head dim].") from e
+        raise TypeError(
+            f"{name} is a {type(x).__name__}; it must be a float array [*B, length, heads, head dim]."
+        ) from e
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
     return x
@@ -127,18 +129,24 @@ def _check_shapes(q, k, v) -> Dims:
     layout = "the layout is query [*B, T, N, H], key [*B, S, K, H], value [*B, S, K, Hv]"
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 3:
-            raise ValueError(f"{name}.shape={x.shape} has too few dims: {layout}. Add the missing ones with `x[..., None]`.")
+            raise ValueError(
+                f"{name}.shape={x.shape} has too few dims: {layout}. Add the missing ones with `x[..., None]`."
+            )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"query.dtype={q.dtype}, key.dtype={k.dtype} and value.dtype={v.dtype} differ: they must be one dtype, since"
             " nothing is converted silently. Convert them with `.astype`."
         )
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        raise ValueError(f"the batch dims differ: {shapes}; {layout}. Broadcast them to one batch with jnp.broadcast_to.")
+        raise ValueError(
+            f"the batch dims differ: {shapes}; {layout}. Broadcast them to one batch with jnp.broadcast_to."
+        )
     if k.shape[-3] != v.shape[-3]:
         raise ValueError(f"key and value have different lengths S: {shapes}; {layout}. Give each key one value.")
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"key and value have different numbers of heads K: {shapes}; {layout}. Repeat the fewer heads.")
+        raise ValueError(
+            f"key and value have different numbers of heads K: {shapes}; {layout}. Repeat the fewer heads."
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"query and key have different head dims H: {shapes}; {layout}. Project them to one head dim.")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
@@ -157,7 +165,9 @@ def bind_mask(mask, dims) -> masks.Mask | None:
     if mask is None:
         return None
     # Lengths first: the alignment of a bottom-right Causal asks for them.
-    lengths = masks.lengths_of(masks.all_of([p.bind(dims, None) for p in masks.parts_of(mask, masks.Lengths)]))
+    lengths = masks.lengths_of(
+        masks.all_of([part.bind(dims, masks.Lengths()) for part in masks.parts_of(mask, masks.Lengths)])
+    )
     return mask.bind(dims, lengths)
 
 

@@ -18,8 +18,10 @@ from pallas_fa.dispatch import Implementation
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays, with_float_arrays
 
+_with_rules: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+
+@_with_rules
 def attention(
     implementation: Implementation, problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any
 ) -> tuple[Any, Any]:
@@ -42,7 +44,7 @@ def _backward_rule(implementation, problem, residuals, cotangents):
 attention.defvjp(_forward_rule, _backward_rule)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@_with_rules
 def _gradients(implementation, problem, q, k, v, score, mask, out, lse, d_out, d_lse):
     return implementation.backward(problem, q, k, v, score, mask, out, lse, d_out, d_lse)
 

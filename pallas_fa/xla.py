@@ -221,9 +221,7 @@ def _grouped_matmul(problem, a, b, contracted):
     B, N, T, _ = a.shape
     a = a.astype(b.dtype).reshape(B, problem.K, -1, a.shape[-1])
     dimensions = (((3,), (contracted,)), ((0, 1), (0, 1)))
-    result = lax.dot_general(
-        a, b, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype
-    )
+    result = lax.dot_general(a, b, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
     return result.reshape(B, N, T, -1)
 
 

@@ -18,6 +18,7 @@ from pallas_fa.nn import attention_fn
 
 T, D, N, H = 12, 16, 4, 4
 FRAMEWORKS = ["linen", "nnx"]
+IDS = ("query_segment_ids", "key_value_segment_ids")
 
 # The programs here are many and tiny: to compile them without LLVM's optimizations takes a third of the time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -53,7 +54,7 @@ def make(framework, ours, *inputs, **fields):
 
 
 def with_gradients(call, params, *inputs, **kwargs):
-    """Output, and gradients to parameters and inputs, of a call that nobody could confuse with its sum."""
+    """(output, its gradients to parameters and inputs, for some cotangent)."""
 
     def loss(params, *inputs):
         out = call(params, *inputs, **kwargs)
@@ -122,41 +123,25 @@ def test_cross_attention_and_is_causal(framework):
         assert_close(compiled(call)(params, q, k, v, is_causal=True), expected_causal)
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_function_takes_what_flax_takes(batch):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 2e-5), (jnp.bfloat16, 3e-2)])
+def test_function_takes_what_flax_takes(dtype, tolerance):
     """Promotion, `dtype`, bias, Hv != H, force_fp32_for_softmax, as flax.linen.dot_product_attention."""
-    q, k = normal(1, *batch, T, N, H), normal(2, *batch, 7, N, H, dtype=jnp.bfloat16)
-    v, bias = normal(3, *batch, 7, N, 2 * H, dtype=jnp.float16), normal(4, N, 1, 7)
-    for dtype, tolerance in ((None, 2e-5), (jnp.bfloat16, 3e-2)):
-        kwargs = {"dtype": dtype, "bias": bias, "force_fp32_for_softmax": True}
-        expected = flax.linen.dot_product_attention(q, k, v, **kwargs).astype(dtype)
-        out = attention_fn(q, k, v, **kwargs)
-        assert out.shape == (*batch, T, N, 2 * H)
-        assert_close(out, expected, tolerance)
-
-
-def test_low_precision_errs_less_than_twice_flax(dtype=jnp.bfloat16):
-    qkv = tuple(normal(i, 2, T, N, H, dtype=dtype) for i in range(3))
-    wide = tuple(x.astype(jnp.float32) for x in qkv)
-    mask = flax.linen.make_causal_mask(jnp.ones((2, T)))
-    run = lambda fn, qkv: with_gradients(lambda _, *a: fn(*a, mask=mask), (), *qkv)
-    truth, flaxs = run(flax.linen.dot_product_attention, wide), run(flax.linen.dot_product_attention, qkv)
-    ours = run(attention_fn, qkv)
-    for a, b, exact in zip(*map(jax.tree.leaves, (ours, flaxs, truth)), strict=True):
-        error = lambda x: np.abs(np.float64(x) - np.float64(exact)).max()  # noqa: B023
-        rounding = np.abs(np.float64(exact)).max() * float(jnp.finfo(dtype).eps)
-        assert a.dtype == dtype
-        assert error(a) <= 2 * error(b) + rounding
+    q, k = normal(1, 2, 3, T, N, H), normal(2, 2, 3, 7, N, H, dtype=jnp.bfloat16)
+    v, bias = normal(3, 2, 3, 7, N, 2 * H, dtype=jnp.float16), normal(4, N, 1, 7)
+    kwargs = {"dtype": dtype, "bias": bias, "force_fp32_for_softmax": True}
+    out = compiled(attention_fn)(q, k, v, **kwargs)
+    assert out.shape == (2, 3, T, N, 2 * H)
+    assert_close(out, compiled(flax.linen.dot_product_attention)(q, k, v, **kwargs).astype(dtype), tolerance)
 
 
 def test_fully_masked_rows_give_zero():
     """The documented difference: Flax gives the mean of all values."""
     q = normal(1, 2, T, N, H)
     mask = jnp.ones((2, 1, T, T)).at[0, 0, 3].set(0)
-    out, expected = attention_fn(q, q, q, mask=mask), flax.linen.dot_product_attention(q, q, q, mask=mask)
+    out, flaxs = (compiled(f)(q, q, q, mask=mask) for f in (attention_fn, flax.linen.dot_product_attention))
     np.testing.assert_array_equal(out[0, 3], 0)
-    assert_close(expected[0, 3], q[0].mean(axis=0))
-    assert_close(out.at[0, 3].set(0), expected.at[0, 3].set(0))
+    assert_close(flaxs[0, 3], q[0].mean(axis=0))
+    assert_close(out.at[0, 3].set(0), flaxs.at[0, 3].set(0))
 
 
 def plain_attention(query, key, value, mask=True, **kwargs):
@@ -178,10 +163,12 @@ def test_fields(framework):
     expected = with_gradients(call, params, x, mask=dense)
 
     _, call = make(framework, True, x, is_causal=True, local_window_size=(3, None), logits_soft_cap=5.0)
-    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    segments = dict.fromkeys(IDS, ids)
     assert_close(with_gradients(call, params, x, mask=given, **segments), expected)
     mask = masks.Dense(given != 0) & masks.Segments(ids, ids)
-    assert_close(with_gradients(call, params, x, mask=mask), expected)
+    assert_close(compiled(call)(params, x, mask=mask), expected[0])
+    hook = functools.partial(attention_fn, local_window_size=(3, 0), logits_soft_cap=5.0, **segments)
+    assert_close(compiled(make(framework, False, x, attention_fn=hook)[1])(params, x, mask=given), expected[0])
 
 
 def test_grouped_heads():
@@ -190,11 +177,10 @@ def test_grouped_heads():
     params, call = make("nnx", False, x, num_kv_heads=2)
     expected = with_gradients(call, params, x)
     for framework in FRAMEWORKS:
-        own_params, call = make(framework, True, x, num_kv_heads=2)
-        assert jax.tree.map(jnp.shape, own_params) == jax.tree.map(jnp.shape, params)
+        _, call = make(framework, True, x, num_kv_heads=2)
         assert_close(with_gradients(call, params, x), expected)
     hook = functools.partial(attention_fn, implementation="reference")
-    assert_close(make("nnx", False, x, num_kv_heads=2, attention_fn=hook)[1](params, x), expected[0])
+    assert_close(compiled(make("nnx", False, x, num_kv_heads=2, attention_fn=hook)[1])(params, x), expected[0])
 
 
 def decoder(framework, cls, x, **fields):
@@ -204,20 +190,21 @@ def decoder(framework, cls, x, **fields):
         variables = jit(module.init)(jax.random.key(0), x)
         call = functools.partial(module.clone(decode=False).apply, {"params": variables["params"]})
 
-        def step(variables, x, kwargs):
+        def linen_step(variables, x, kwargs):
             out, cache = module.apply(variables, x, mutable="cache", **kwargs)
             return out, {**variables, **cache}
 
-        return compiled(call), jit(step), variables
+        return compiled(call), jit(linen_step), variables
     layer = cls(N, D, N * H, decode=False, rngs=nnx.Rngs(0), **fields)
     layer.init_cache(x.shape)
     graph, state = nnx.split(layer)
 
-    def step(state, x, kwargs):
+    def nnx_step(state, x, kwargs):
         layer = nnx.merge(graph, state)
-        return layer(x, decode=True, **kwargs), nnx.state(layer)
+        # Flax drops `is_causal` beside a cache: at T = 1 it would leave key 0 only.
+        return layer(x, decode=True, is_causal=True, **kwargs), nnx.state(layer)
 
-    return compiled(layer), jit(step), state
+    return compiled(layer), jit(nnx_step), state
 
 
 def decoded(step, state, x, mask=None, **segments):
@@ -250,7 +237,7 @@ def test_decode_with_our_module(framework, batch):
     ids = jnp.broadcast_to(jnp.arange(T) // 7, (*batch, T))
     mask = jnp.broadcast_to((jnp.arange(T) != 2) | jnp.eye(T, dtype=bool), (*batch, 1, T, T))
     fields = {"num_kv_heads": 2, "is_causal": True, "local_window_size": (3, 0), "logits_soft_cap": 5.0}
-    segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    segments = dict.fromkeys(IDS, ids)
     call, *cached = decoder(framework, cls, x, **fields)
     expected = call(x, mask=mask, **segments)
     assert_close(decoded(*cached, x, mask, **segments), expected)
@@ -271,9 +258,11 @@ def test_dropout_equals_flax(batch, broadcast_dropout):
     run = lambda fn: with_gradients(lambda _, *a: fn(*a, **kwargs), (), *qkv)
     ours = run(attention_fn)
     assert_close(ours, run(flax.linen.dot_product_attention if batch else nnx.dot_product_attention))
-    undropped = attention_fn(*qkv, **kwargs, deterministic=True)
-    assert_close(undropped, flax.linen.dot_product_attention(*qkv, mask=kwargs["mask"]))
+    undropped = compiled(attention_fn)(*qkv, **kwargs, deterministic=True)
+    assert_close(undropped, compiled(flax.linen.dot_product_attention)(*qkv, mask=kwargs["mask"]))
     assert not np.allclose(undropped, ours[0], atol=1e-2)
+    text = pallas_fa.explain(*qkv, dropout_rate=0.3)
+    assert "reference: runs this call, dropout in plain jnp" in text and "xla: cannot: it has no dropout" in text
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -281,11 +270,8 @@ def test_dropout_in_modules(framework):
     x = normal(1, 2, T, D)
     fields = {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False}
     params, flaxs = make(framework, False, x, **fields)
-    calls = [
-        flaxs,
-        make(framework, False, x, attention_fn=attention_fn, **fields)[1],
-        make(framework, True, x, **fields)[1],
-    ]
+    hooked = make(framework, False, x, attention_fn=attention_fn, **fields)[1]
+    calls = flaxs, hooked, make(framework, True, x, **fields)[1]
 
     @jit
     def run(params, x, key):
@@ -295,13 +281,6 @@ def test_dropout_in_modules(framework):
     expected, hooked, ours = run(params, x, jax.random.key(4))
     assert_close(hooked, expected)
     assert_close(ours, expected)
-
-
-def test_explain_tells_of_dropout():
-    q = normal(1, T, N, H)
-    assert "xla: runs this call\n" in pallas_fa.explain(q, q, q)
-    text = pallas_fa.explain(q, q, q, dropout_rate=0.1)
-    assert "reference: runs this call, dropout in plain jnp" in text and "xla: cannot: it has no dropout" in text
 
 
 FIELDS = [{}, {"normalize_qk": True}, {"use_bias": False}, {"decode": True}]
@@ -340,23 +319,18 @@ def test_checkpoints_of_nnx(fields):
         cls(N, D, rngs=nnx.Rngs(seed), **({"decode": False} | fields))
         for seed, cls in enumerate((nnx.MultiHeadAttention, pallas_fa.nn.nnx.MultiHeadAttention))
     ]
-    for layer in layers:
-        if decode:
-            layer.init_cache(x.shape)
+    if decode:
+        [layer.init_cache(x.shape) for layer in layers]
     for source, target in (layers, layers[::-1]):
         nnx.update(target, nnx.state(source))
         kind = nnx.Any(nnx.Param, nnx.Cache)
         assert_close(nnx.to_pure_dict(nnx.state(target, kind)), nnx.to_pure_dict(nnx.state(source, kind)), 0)
         step = x[:, :1] if decode else x
-        assert_close(target(step), source(step))
+        assert_close(*(nnx.jit(lambda layer, x: layer(x))(layer, step) for layer in (target, source)))
         nnx.update(target, jax.tree.map(lambda x: x + 1, nnx.state(target)))  # so that the way back has something to do
 
 
-def einsum_cls():
-    return jnp.einsum
-
-
-ERRORS = {
+ERRORS = {  # fields, arguments of the call, what is raised
     "sow_weights": ({}, {"sow_weights": True}, NotImplementedError, "never in memory here.*dot_product_attention"),
     "kernel": ({"dropout_rate": 0.1, "implementation": "mosaic_gpu"}, {}, NotImplementedError, "it has no dropout yet"),
     "xla": ({"dropout_rate": 0.1, "implementation": ("mosaic_gpu", "xla")}, {}, NotImplementedError, "dropout_rate=0"),
@@ -364,9 +338,9 @@ ERRORS = {
     "soft cap": ({"logits_soft_cap": -1.0}, {}, ValueError, "logits_soft_cap=-1.0 must be positive"),
     "window": ({"local_window_size": (1, -2)}, {}, ValueError, r"local_window_size=\(1, -2\) must not be negative"),
     "one id": ({}, {"query_segment_ids": np.zeros((2, T), int)}, ValueError, "both or neither"),
-    "id shape": (
+    "ids": (
         {},
-        {"query_segment_ids": np.zeros(T, int), "key_value_segment_ids": np.zeros(T, int)},
+        dict.fromkeys(IDS, np.zeros(T, int)),
         ValueError,
         r"query_segment_ids.shape=\(12,\) must be \[\*B, T\]",
     ),
@@ -385,12 +359,10 @@ def test_errors_of_modules(framework, name):
 
 def test_errors_of_linen_modules():
     x = normal(1, 2, T, D)
-    einsums = {"qk_attn_weights_einsum_cls": einsum_cls, "attn_weights_value_einsum_cls": einsum_cls}
     for ours, hook in ((False, {"attention_fn": attention_fn}), (True, {})):
-        with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum=.*Leave qk_attn_weights_einsum_cls=None"):
-            make("linen", ours, x, **einsums, **hook)
-        with pytest.raises(NotImplementedError, match="attn_weights_value_einsum=.*cannot be replaced"):
-            attention_fn(*[x] * 3, attn_weights_value_einsum=jnp.einsum)
+        for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum"):
+            with pytest.raises(NotImplementedError, match=f"{name}=.* cannot be replaced. Leave {name}_cls=None"):
+                make("linen", ours, x, **{f"{name}_cls": lambda: jnp.einsum}, **hook)
     with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
         make("linen", True, x, num_kv_heads=3)
     call, step, state = decoder("linen", pallas_fa.nn.linen.MultiHeadAttention, x)
@@ -459,15 +431,17 @@ def test_nnx_transforms():
 
 def test_nnx_modules_compile_once():
     """Two modules of the same fields are one program: the fields are static and comparable."""
-    call = nnx.jit(lambda layer, x: layer(x))
-    for seed in range(2):
-        fields = {"local_window_size": (3, 0), "logits_soft_cap": 5.0, "implementation": ("mosaic_gpu", "xla")}
+    traced = []
+
+    @nnx.jit
+    def call(layer, x):
+        traced.append(layer.logits_soft_cap)
+        return layer(x)
+
+    for seed, cap in enumerate((5.0, 5.0, 6.0)):
+        fields = {"local_window_size": (3, 0), "logits_soft_cap": cap, "implementation": ("mosaic_gpu", "xla")}
         call(pallas_fa.nn.nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(seed), **fields), normal(1, T, D))
-    graphs = [
-        nnx.graphdef(pallas_fa.nn.nnx.MultiHeadAttention(N, D, logits_soft_cap=cap, rngs=nnx.Rngs(0)))
-        for cap in (5.0, 5.0, 6.0)
-    ]
-    assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1]) and graphs[0] != graphs[2]
+    assert traced == [5.0, 6.0]
 
 
 @pytest.mark.smoke

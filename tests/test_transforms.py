@@ -48,9 +48,8 @@ def attend(implementation, a):
     mask = Dense(a.pop("mask")) | Causal(offset=a.pop("offset"))
     score = Alibi(a.pop("slopes"))
     return pallas_fa.dot_product_attention(
-        *(a.pop(name) for name in ("query", "key", "value")),
-        **a, mask=mask, score=score, logits_soft_cap=4.0, implementation=implementation, return_residual=True,
-    )  # fmt: skip
+        **a, mask=mask, score=score, logits_soft_cap=4.0, implementation=implementation, return_residual=True
+    )
 
 
 def loss(implementation, floats, rest):

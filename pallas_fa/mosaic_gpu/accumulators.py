@@ -50,10 +50,6 @@ class TensorCore:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
         return body(*stand_ins)
 
-    def stand_in(self, *shape: int) -> Any:
-        """Scratch for `across_loops`; a placeholder on the GPU."""
-        return plgpu.SMEM(shape if self.interpret else (8,), jnp.float32)
-
     def matmul(self, acc: Any, a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> None:
         """Issues acc += a b, with `a` in registers or shared memory and `b` in shared memory."""
         if self.interpret:

@@ -76,7 +76,9 @@ class KernelArray:
         if self.kind == "column":
             return plgpu.SMEM((compute_wgs, rows), self.stored_dtype)
         width = math.gcd(self.row_bytes, columns * self.stored_dtype.itemsize)
-        return plgpu.SMEM((stages, compute_wgs, rows, columns), self.stored_dtype, transforms=swizzle(self.stored_dtype, width))
+        return plgpu.SMEM(
+            (stages, compute_wgs, rows, columns), self.stored_dtype, transforms=swizzle(self.stored_dtype, width)
+        )
 
     def scratch_bytes(self, stages: int, block_q: int, block_kv: int) -> int:
         """Bytes of shared memory that `scratch` takes."""
@@ -86,4 +88,3 @@ class KernelArray:
     def restore(self, x: Any) -> Any:
         """Values from device memory in the dtype that the mask or score function was given."""
         return x != 0 if self.dtype == np.bool_ else x.astype(self.dtype)
-

@@ -1,8 +1,9 @@
-"""The backward kernel for Hopper (compute capability 9.0): gradients of q, k, v and of the arrays of a score.
+"""The backward kernels for Hopper (compute capability 9.0): gradients of q, k, v and of the arrays of a score.
 
-FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas, five matmuls in one kernel. A block of threads holds one
-block of keys of one key head and goes through the tiles of queries, head by head of its group, that the mask lets see
-them: dK and dV stay in registers, dQ is added up in device memory. See `backward_kernel`.
+FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: in the usual case, five matmuls in one kernel. A block of
+threads holds one block of keys of one key head and goes through the tiles of queries, head by head of its group, that
+the mask lets see them: dK and dV stay in registers, dQ is added up in device memory. Large head dims, and gradients that
+must be the same bit for bit, take two or three passes without such additions (`backward_plan.passes`).
 """
 
 import functools
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import elementwise, schedule
-from pallas_fa.mosaic_gpu.backward_kernel import kernel, score_pullback
-from pallas_fa.mosaic_gpu.backward_plan import SHARED_MEMORY, Plan
+from pallas_fa.mosaic_gpu.backward_kernel import kernel, other_size, questions, whole_blocks_only
+from pallas_fa.mosaic_gpu.backward_plan import SHARED_MEMORY, Plan, passes
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E, row_starts
+from pallas_fa.mosaic_gpu.backward_tile import score_pullback
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays
 
@@ -31,18 +33,28 @@ def supports_backward(problem: Problem) -> str | None:
         return "the backward kernel takes no empty arrays"
     if problem.H % 8 or problem.Hv % 8:
         return f"the backward kernel takes head dims that are multiples of 8, not H={problem.H}, Hv={problem.Hv}"
-    if max(problem.H, problem.Hv) > 128:
-        return f"the backward kernel takes head dims up to 128, not H={problem.H}, Hv={problem.Hv}"
-    if problem.deterministic_gradients:
-        return "the backward kernel adds dQ up in no fixed order, so it has no deterministic_gradients=True yet"
-    plans = Plan.candidates(problem, interpret=False)
-    if not plans:
-        return f"the backward kernel can't share dQ between its warpgroups with config={problem.config!r}"
-    reasons = [array.why_not() for array in plans[0].arrays]
+    if max(problem.H, problem.Hv) > 256:
+        return f"the backward kernel takes head dims up to 256, not H={problem.H}, Hv={problem.Hv}"
+    reasons = []
+    for gives in passes(problem):
+        plans = Plan.candidates(problem, gives, interpret=False)
+        if not plans:
+            return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
+        if min(plan.shared_memory() for plan in plans) > SHARED_MEMORY:
+            reasons.append("the arrays of the mask and the score need more shared memory than the backward kernel has")
+        reasons += [array.why_not() for array in plans[0].arrays]
+        if problem.deterministic_gradients and any(_has_many_terms(plans[0], i) for i in plans[0].added):
+            reasons.append(
+                "the backward kernel adds gradients of arrays [.., T, S] that are broadcast over batch entries or heads up in"
+                " no fixed order, so it can't do them with deterministic_gradients=True"
+            )
     reasons += [_why_not_score(problem), _why_not_mask(problem)]
-    if min(plan.shared_memory() for plan in plans) > SHARED_MEMORY:
-        reasons.append("the arrays of the mask and the score need more shared memory than the backward kernel has")
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _has_many_terms(plan, i):
+    dims, array = plan.problem.dims, plan.arrays[i]
+    return (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
 
 
 def _tile_of(x, dtype=None):
@@ -88,52 +100,60 @@ def backward(
 
     `interpret`: for JAX's GPU interpret mode.
     """
-    plans = Plan.candidates(problem, interpret)
-    plan = next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
-    dims, c = problem.dims, plan.config
-    factor = -LOG2E if plan.scored else -1 / problem.scale
-    start, delta = row_starts(problem, mask, out, lse, d_out, d_lse, factor, c.block_q)
-    leaves = jax.tree.leaves((score, mask))
-    arrays = [a.in_memory(jnp.swapaxes(x, 2, 3)) for a, x in zip(plan.arrays, leaves, strict=True)]
+    factor = -LOG2E if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
+    start, delta = row_starts(problem, mask, out, lse, d_out, d_lse, factor)
+    found = {}
+    for gives in passes(problem):
+        plan = Plan.of(problem, gives, interpret)
+        found |= _run(plan, q, k, v, d_out, start, delta, score, mask)
+    arrays = tuple(found[i] for i in range(len(float_arrays(score))))
+    return found["dq"], found["dk"], found["dv"], arrays
+
+
+def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
+    """One pass: the gradients that it gives, by name, and those of the score's arrays, by number among float arrays."""
+    problem, c = plan.problem, plan.config
+    dims = problem.dims
+    arrays = plan.in_memory(jax.tree.leaves((score, mask)))
     if plan.visit_table:
-        size = plan.padded(dims.T, 1 if plan.scored else c.block_q)
-        arrays.append(schedule.transposed_visit_table(mask, c.block_kv, dims.S, size, c.block_q))
-    shapes = plan.dq_shape(), *(plan.added_shape(i) for i in plan.added)
+        sizes = c.block, plan.own_a.length, other_size(plan), c.width
+        arrays.append(schedule.table_of_visits(*questions(plan, mask), *sizes, whole_blocks_only(plan)))
+    shapes = (plan.dq_shape(),) if plan.fused else ()
+    shapes += tuple(plan.added_shape(i) for i in plan.added)
     added = [jax.new_ref(jnp.zeros(shape, jnp.float32)) for shape in shapes]
-    section = 1 if mask is None else schedule.section(dims.B * problem.K, c.head_section)
-    dk, dv, *summed = plgpu.kernel(
+    section = 1 if mask is None else schedule.section(dims.B * plan.heads, c.head_section)
+    inputs = dict(dq=q, dk=k, dv=v)
+    names = [name for name in plan.gives if not (plan.fused and name == "dq")]
+    results = plgpu.kernel(
         functools.partial(kernel, plan, section),
         out_type=(
-            jax.ShapeDtypeStruct(k.shape, problem.dtype),
-            jax.ShapeDtypeStruct(v.shape, problem.dtype),
+            *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in names),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in plan.summed),
         ),
-        grid=(dims.B * problem.K // section, plan.blocks, section),
+        grid=(dims.B * plan.heads // section, plan.blocks, section),
         grid_names=("heads", "block", "head_in_section"),
         num_threads=c.compute_wgs + 1,
         thread_name="wg",
         scratch_types=plan.scratch(),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=2048 if plan.differentiated else 0
-        ),
-    )(q, k, v, d_out, start, delta, *arrays, *added)
-    dq, *added = (jax.freeze(ref) for ref in added)
-    if interpret:
-        dq = dq.sum(axis=0)
-    dq = (dq[:, : dims.T, :, : problem.H] * problem.scale).astype(problem.dtype)
-    found = dict(zip(plan.summed, summed, strict=True)) | dict(zip(plan.added, added, strict=True))
-    gradients = [_array_gradient(plan, i, found[i], x) for i, x in zip(plan.differentiated, float_arrays(score), strict=True)]
-    return dq, dk, dv, tuple(gradients)
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+    )(*((k, v, q, d_out) if plan.by_keys else (q, d_out, k, v)), start, delta, *arrays, *added)
+    found = dict(zip(names, results, strict=False))
+    added = [jax.freeze(ref) for ref in added]
+    if plan.fused:
+        dq = added.pop(0)
+        dq = dq.sum(axis=0) if plan.interpret else dq
+        found["dq"] = (dq[:, : dims.T, :, : problem.H] * problem.scale).astype(problem.dtype)
+    by_array = dict(zip(plan.summed, results[len(names) :], strict=True)) | dict(zip(plan.added, added, strict=True))
+    for number, (i, x) in enumerate(zip(plan.float_arrays, float_arrays(score), strict=True)):
+        if i in by_array:
+            found[number] = _array_gradient(plan, i, by_array[i], x)
+    return found
 
 
 def _array_gradient(plan, i, d, x):
     """The gradient of array i, which is `x`, from what the kernel gave: summed over its broadcast dims."""
-    dims, kind = plan.problem.dims, plan.arrays[i].kind
-    if kind in ("scalar", "column"):
-        d = d[:, :, None, : dims.S]
-    elif kind == "row":
-        d = (d.sum(axis=0) if plan.interpret else d)[..., : dims.T, None]
-    else:
-        d = jnp.swapaxes(d[:, :, : dims.S, : dims.T], 2, 3)
+    own, other = plan.own_a.length, plan.other_a.length
+    d = d[:, :, :own, :other] if plan.arrays[i].kind == "tile" else d[:, :, :own, None]
+    d = jnp.swapaxes(d, 2, 3) if plan.by_keys else d
     summed = tuple(axis for axis in range(4) if x.shape[axis] == 1 and d.shape[axis] > 1)
     return d.sum(axis=summed, keepdims=True).astype(x.dtype)

@@ -1,10 +1,11 @@
 """What the threads of the backward kernel do.
 
-In the memory warpgroup one warp loads: keys and values once, then queries, gradients of the output, row statistics and
-arrays, step by step; another adds tiles of dQ to device memory. The compute warpgroups hold 64 keys each. In a step they
-compute S^T = K Q^T and dP^T = V dO^T, whose accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e)
-S) and dS = P dP without a subtraction; P^T and dS^T stay in registers as left operands of dV += P^T dO and dK += dS^T Q.
-dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of both warpgroups.
+In the memory warpgroup one warp loads: the block's own operands once, then those of the other sequence, row statistics
+and arrays, step by step; another adds tiles of dQ to device memory. The compute warpgroups hold 64 keys each. In a step
+they compute S^T = K Q^T and dP^T = V dO^T, whose accumulators start at -lse / scale and -delta, so that P = exp2(scale
+log2(e) S) and dS = P dP without a subtraction; P^T and dS^T stay in registers as left operands of dV += P^T dO and dK +=
+dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of both warpgroups. A pass
+for dQ alone is the same with the roles of the two sequences exchanged (see `Plan`).
 """
 
 from typing import Any, NamedTuple
@@ -16,179 +17,202 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
-from pallas_fa.mosaic_gpu import elementwise, schedule
+from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.backward_plan import Plan
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E
-from pallas_fa.scores import float_arrays, with_float_arrays
-
-_TILE, _PER_KEY, _PER_QUERY = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+from pallas_fa.mosaic_gpu.backward_tile import PER_OTHER, PER_OWN, TILE, Step, TileOfLogits
+from pallas_fa.mosaic_gpu.named_barriers import fence_for_async_copies
 
 
 class _Work(NamedTuple):
-    """What one block of threads does: batch entry, key head, block of keys, and its first key."""
+    """What one block of threads does: batch entry, own head, block of its sequence, and its first position."""
 
     b: Any
-    kv_head: Any
+    head: Any
     block: Any
-    s0: Any
+    start: Any
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: of score and mask, then the visit table; `added`: their gradients and dQ's sums."""
+    """Device memory. `arrays`: of score and mask, then the visit table; `dq_sums` and `added` are added to."""
 
-    q: Any
-    k: Any
-    v: Any
-    d_out: Any
+    own_a: Any
+    own_b: Any
+    other_a: Any
+    other_b: Any
     start: Any
     delta: Any
     arrays: tuple[Any, ...]
-    dq: Any
+    dq_sums: Any
     added: dict[int, Any]
-    dk: Any
-    dv: Any
+    gradients: dict[str, Any]
     summed: dict[int, Any]
 
 
 def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
-    """The body: `refs` are the operands and results of `backward`, `scratch` is `plan.scratch()`."""
-    gmem = _named(plan, refs)
+    """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
+    gmem, c = _named(plan, refs), plan.config
     head = lax.axis_index("heads") * section + lax.axis_index("head_in_section")
-    heads, block = jnp.int32(plan.problem.K), lax.axis_index("block")
-    work = _Work(lax.div(head, heads), lax.rem(head, heads), block, block * plan.config.block_kv)
+    block = lax.axis_index("block")
+    if not plan.by_keys and plan.problem.mask is not None:
+        block = plan.blocks - 1 - block  # under most masks later queries see more keys: longest first
+    heads = jnp.int32(plan.heads)
+    work = _Work(lax.div(head, heads), lax.rem(head, heads), block, block * c.block)
     wg = lax.axis_index("wg")
-    compute_registers, memory_registers = plan.config.registers
+    compute_registers, memory_registers = c.registers
 
-    @pl.when(wg < plan.config.compute_wgs)
+    @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
         _Compute(plan, work, wg, gmem, scratch).run()
 
-    @pl.when(wg == plan.config.compute_wgs)
+    @pl.when(wg == c.compute_wgs)
     def _():
         plgpu.set_max_registers(memory_registers, action="decrease")
 
         @plgpu.warp_map
         def _(warp):
             pl.when(warp == 0)(lambda: _load(plan, work, gmem, scratch))
-            pl.when(warp == 1)(lambda: _store(plan, work, gmem, scratch))
+            if plan.fused:
+                pl.when(warp == 1)(lambda: _store_dq(plan, work, gmem, scratch))
 
 
 def _named(plan, refs):
-    arrays = len(plan.arrays) + plan.visit_table
-    operands, refs = refs[:6], refs[6:]
-    arrays, (dq, *rest) = refs[:arrays], refs[arrays:]
-    added, (dk, dv, *summed) = rest[: len(plan.added)], rest[len(plan.added) :]
-    return _Refs(
-        *operands, arrays, dq, dict(zip(plan.added, added, strict=True)), dk, dv,
-        dict(zip(plan.summed, summed, strict=True)),
-    )  # fmt: skip
+    refs = list(refs)
+    take = lambda count: [refs.pop(0) for _ in range(count)]
+    operands, arrays = take(6), take(len(plan.arrays) + plan.visit_table)
+    dq_sums, added = (take(1)[0] if plan.fused else None), dict(zip(plan.added, take(len(plan.added)), strict=True))
+    names = [name for name in plan.gives if not (plan.fused and name == "dq")]
+    gradients = dict(zip(names, take(len(names)), strict=True))
+    return _Refs(*operands, tuple(arrays), dq_sums, added, gradients, dict(zip(plan.summed, refs, strict=True)))
 
 
 def _visits(plan, work, gmem, n) -> schedule.Visits:
-    """Tiles of queries of head n that the block's keys are seen by."""
-    dims, c, mask = plan.problem.dims, plan.config, plan.problem.mask
-    ragged_keys = dims.S % c.block_kv
-    # The statistics of rows past the end make their probabilities 0, whatever the mask; a score could make NaN there.
-    size = dims.T if plan.scored else plan.padded(dims.T, c.block_q)
+    """Tiles of the other sequence that the block meets at query head n."""
+    c, mask = plan.config, plan.problem.mask
     if plan.visit_table:
         table = gmem.arrays[-1]
         at = zip((work.b, n, work.block), table.shape, strict=False)
         at = tuple(i if extent > 1 else 0 for i, extent in at)
         return schedule.Visits(*(table[(*at, i)] for i in range(4)))
+    size = other_size(plan)
     if mask is None:
         visited = full = (0, size)
     else:
-        keys = work.s0, jnp.minimum(work.s0 + c.block_kv, dims.S)
-        visited, full = mask.q_range(*keys), mask.full_q_range(*keys)
-    if ragged_keys:  # in the last block no tile is full: its tail holds no keys
+        own = work.start, jnp.minimum(work.start + c.block, plan.own_a.length)
+        visited, full = (ask(*own) for ask in questions(plan, mask))
+    if whole_blocks_only(plan) and plan.own_a.length % c.block:
         full = full[0], jnp.where(work.block == plan.blocks - 1, full[0], full[1])
-    return schedule.visits(visited, full, size, c.block_q, 0)
+    return schedule.visits(visited, full, size, c.width, 0)
+
+
+def questions(plan: Plan, mask: Any) -> tuple[Any, Any]:
+    """What the mask is asked about a block: which positions of the other sequence are visited, which are full."""
+    return (mask.q_range, mask.full_q_range) if plan.by_keys else (mask.kv_range, mask.full_kv_range)
+
+
+def other_size(plan: Plan) -> int:
+    """The size of the other sequence, where a tile past it does no harm rounded up to whole tiles."""
+    size, width = plan.other_a.length, plan.config.width
+    # Statistics of queries past the end make their probabilities 0, whatever the mask; but a score could make NaN there.
+    return size if plan.scored or not plan.by_keys else -(-size // width) * width
+
+
+def whole_blocks_only(plan: Plan) -> bool:
+    """Whether no tile is full for a ragged last block: its tail holds no keys, or a score could make NaN there."""
+    return plan.by_keys or plan.scored
 
 
 def _for_heads(plan, work, body) -> Any:
-    """`body(n, steps before)` -> steps after, for each query head of the group; returns the number of all steps."""
-    group = plan.problem.group
-    first = work.kv_head * group
-    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0)) if group > 1 else body(first, jnp.int32(0))
+    """`body(n, steps before)` -> steps after, for each query head of the block; returns the number of all steps."""
+    group = plan.problem.group if plan.by_keys else 1
+    first = work.head * group
+    if group == 1:
+        return body(first, jnp.int32(0))
+    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
 
 
 def _load(plan, work, gmem, scratch):
     """The load warp."""
     c, b = plan.config, work.b
-    (_, q_smem), (_, do_smem) = plan.q.views(scratch["q_smem"]), plan.d_out.views(scratch["do_smem"])
-    (_, k_smem), (_, v_smem) = plan.k.views(scratch["k_smem"]), plan.v.views(scratch["v_smem"])
-    q_ready, do_ready, q_free, do_free = (scratch[x] for x in ("q_ready", "do_ready", "q_free", "do_free"))
+    barriers = plan.barriers(scratch)
     load = plgpu.copy_gmem_to_smem
-    keys = pl.ds(work.s0, c.block_kv)
-    plan.k.load(gmem.k, b, keys, work.kv_head, k_smem, scratch["k_ready"])
-    plan.v.load(gmem.v, b, keys, work.kv_head, v_smem, scratch["v_ready"])
+    copied = {name: getattr(plan, name).views(scratch[f"{name}_smem"])[1] for name in ("own_a", "other_a", "other_b")}
+    own = pl.ds(work.start, c.block)
 
-    def load_array(a, n, slot, queries):
+    def load_own(name, statistic):
+        tiles, ready = getattr(plan, name), scratch[f"{name}_ready"]
+        tiles.load(getattr(gmem, name), b, own, work.head, tiles.views(scratch[f"{name}_smem"])[1], ready)
+        if not plan.by_keys:
+            load(getattr(gmem, statistic).at[b, work.head, own], scratch[f"{statistic}_smem"].at[0], ready)
+
+    def load_array(a, n, slot, others):
         array, smem = plan.arrays[a], scratch[f"array{a}_smem"].at[slot]
-        source, ready = gmem.arrays[a].at[array.index(b, n)], q_ready.at[slot]
+        source, ready = gmem.arrays[a].at[array.index(b, n)], scratch["other_a_ready"].at[slot]
         if array.kind != "tile":
-            load(source.at[queries if array.kind == "row" else keys], smem, ready)
+            load(source.at[others if array.kind == "row" else own], smem, ready)
             return
         for wg in range(c.compute_wgs):
-            load(source.at[pl.ds(work.s0 + wg * 64, 64), queries], smem.at[wg], ready)
+            load(source.at[pl.ds(work.start + wg * 64, 64), others], smem.at[wg], ready)
+
+    def load_other(name, statistic, n, slot, others):
+        head = n if plan.by_keys else lax.div(n, jnp.int32(plan.problem.group))
+        ready = scratch[f"{name}_ready"].at[slot]
+        getattr(plan, name).load(getattr(gmem, name), b, others, head, copied[name].at[slot], ready)
+        if plan.by_keys and statistic:
+            load(getattr(gmem, statistic).at[b, n, others], scratch[f"{statistic}_smem"].at[slot], ready)
+
+    load_own("own_a", "start")
 
     def head(n, done):
         found = _visits(plan, work, gmem, n)
 
         def step(tile, done):
-            slot, queries = lax.rem(done, jnp.int32(c.stages)), pl.ds(tile * c.block_q, c.block_q)
-
-            @pl.when(done >= c.stages)
-            def _():
-                plgpu.barrier_wait(q_free.at[slot])
-
-            plan.q.load(gmem.q, b, queries, n, q_smem.at[slot], q_ready.at[slot])
-            load(gmem.start.at[b, n, queries], scratch["start_smem"].at[slot], q_ready.at[slot])
+            slots = tuple(lax.rem(done, jnp.int32(stages)) for stages in c.stages)
+            others = pl.ds(tile * c.width, c.width)
+            pl.when(done >= c.stages[0])(lambda: barriers["other_a_free"].wait(slots[0]))
+            load_other("other_a", "start", n, slots[0], others)
             for a in plan.of_kind("row", "column", "tile"):
-                load_array(a, n, slot, queries)
-
-            @pl.when(done >= c.stages)
-            def _():
-                plgpu.barrier_wait(do_free.at[slot])
-
-            plan.d_out.load(gmem.d_out, b, queries, n, do_smem.at[slot], do_ready.at[slot])
-            load(gmem.delta.at[b, n, queries], scratch["delta_smem"].at[slot], do_ready.at[slot])
+                load_array(a, n, slots[0], others)
+            if plan.gives_a:
+                pl.when(done == 0)(lambda: load_own("own_b", "delta"))
+            pl.when(done >= c.stages[1])(lambda: barriers["other_b_free"].wait(slots[1]))
+            load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
             return done + 1
 
         return lax.fori_loop(found.first, found.last, step, done)
 
     steps = _for_heads(plan, work, head)
-    for slot in range(c.stages):  # every completed phase of a barrier is waited for before the block ends
+    if plan.gives_a:
+        pl.when(steps == 0)(lambda: load_own("own_b", "delta"))
+    for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
+        for slot in range(stages):  # every completed phase of a barrier is waited for before the block ends
+            pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
 
-        @pl.when(slot < steps)
-        def _(slot=slot):
-            plgpu.barrier_wait(q_free.at[slot])
-            plgpu.barrier_wait(do_free.at[slot])
 
-
-def _store(plan, work, gmem, scratch):
+def _store_dq(plan, work, gmem, scratch):
     """The store warp: adds the tiles of dQ that the compute warpgroups stage."""
-    c = plan.config
-    dq_smem, dq_ready, dq_free = scratch["dq_smem"], scratch["dq_ready"], scratch["dq_free"]
+    c, dq_smem = plan.config, scratch["dq_smem"]
+    barriers = plan.barriers(scratch)
+    dq_ready, dq_free = barriers["dq_ready"], barriers["dq_free"]
     for wg in range(c.compute_wgs):
-        plgpu.barrier_arrive(dq_free.at[wg])
+        dq_free.arrive(wg)
 
     def head(n, done):
         found = _visits(plan, work, gmem, n)
 
         def step(tile, done):
             for wg in range(c.compute_wgs):
-                plgpu.barrier_wait(dq_ready.at[wg])
-                row = tile * c.block_q + (wg * 64 if plan.by_rows else 0)
-                column = 0 if plan.by_rows else wg * plan.dq_columns
-                dq = gmem.dq.at[work.block] if plan.interpret else gmem.dq
-                dq = dq.at[work.b, pl.ds(row, plan.dq_rows), n, pl.ds(column, plan.dq_columns)]
+                dq_ready.wait(wg)
+                row = tile * c.width + (wg * 64 if plan.dq_by_rows else 0)
+                column = 0 if plan.dq_by_rows else wg * plan.dq_columns
+                dq = gmem.dq_sums.at[work.block] if plan.interpret else gmem.dq_sums
+                dq = dq.at[work.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns)]
                 plan.tensor_core.store_add(dq_smem.at[wg], dq)
             for wg in range(c.compute_wgs):
                 plgpu.wait_smem_to_gmem(c.compute_wgs - 1 - wg, wait_read_only=True)
-                plgpu.barrier_arrive(dq_free.at[wg])
-            return done + 1
+                dq_free.arrive(wg)
+            return done
 
         return lax.fori_loop(found.first, found.last, step, done)
 
@@ -197,70 +221,75 @@ def _store(plan, work, gmem, scratch):
 
 
 class _Compute:
-    """One compute warpgroup: 64 keys against every visited tile of queries."""
+    """One compute warpgroup: its 64 positions against every visited tile of the other sequence."""
 
     def __init__(self, plan, work, wg, gmem, scratch):
         self.plan, self.work, self.wg, self.gmem, self.scratch = plan, work, wg, gmem, scratch
         self.core = plan.tensor_core
-        self.keys = pl.ds(wg * 64, 64)
-        self.q, self.do, self.k, self.v = (
-            tiles.views(scratch[name])[0]
-            for tiles, name in ((plan.q, "q_smem"), (plan.d_out, "do_smem"), (plan.k, "k_smem"), (plan.v, "v_smem"))
-        )
+        self.barriers = plan.barriers(scratch)
+        self.rows = pl.ds(wg * 64, 64)
+        matrix = lambda name: getattr(plan, name).views(scratch[f"{name}_smem"])[0]
+        self.own_a, self.other_a, self.other_b = (matrix(name) for name in ("own_a", "other_a", "other_b"))
+        self.own_b = matrix("own_b") if "own_b_smem" in scratch else self.own_a
 
     def run(self):
         plan, scratch = self.plan, self.scratch
-        plgpu.barrier_wait(scratch["k_ready"])
-        if plan.zeroes_keys:
-            self._zero_keys()
-        plgpu.barrier_wait(scratch["v_ready"])
+        plgpu.barrier_wait(scratch["own_a_ready"])
+        if plan.zeroes_own:
+            self._zero_own()
+        if plan.gives_a:
+            plgpu.barrier_wait(scratch["own_b_ready"])
+        given = [tiles for tiles, gives in ((plan.own_a, plan.gives_a), (plan.own_b, plan.gives_b)) if gives]
 
         def steps(*accs):
-            dk_accs, dv_accs = accs[: plan.k.chunks], accs[plan.k.chunks :]
-            _for_heads(plan, self.work, lambda n, done: self._head(n, done, dk_accs, dv_accs))
+            a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
+            b_accs = accs[len(a_accs) :]
+            _for_heads(plan, self.work, lambda n, done: self._head(n, done, a_accs, b_accs))
             return tuple(acc[...] for acc in accs)
 
         stand_ins = []
-        if plan.interpret:
-            stand_ins = [scratch["dk_stand_in"].at[self.wg, i] for i in range(plan.k.chunks)]
-            stand_ins += [scratch["dv_stand_in"].at[self.wg, i] for i in range(plan.v.chunks)]
-        shapes = ((64, plan.k.chunk),) * plan.k.chunks + ((64, plan.v.chunk),) * plan.v.chunks
-        results = self.core.across_loops(steps, stand_ins, *shapes)
-        self._store(results[: plan.k.chunks], results[plan.k.chunks :])
+        for name, tiles, gives in (("a", plan.own_a, plan.gives_a), ("b", plan.own_b, plan.gives_b)):
+            if plan.interpret and gives:
+                stand_ins += [scratch[f"d_{name}_stand_in"].at[self.wg, i] for i in range(tiles.chunks)]
+        shapes = [(64, tiles.chunk) for tiles in given for _ in range(tiles.chunks)]
+        results = list(self.core.across_loops(steps, stand_ins, *shapes))
+        d_a = [results.pop(0) for _ in range(plan.own_a.chunks)] if plan.gives_a else None
+        self._store(d_a, results)
 
-    def _store(self, dk, dv):
-        """Stores dK and dV through the shared memory of keys and values."""
-        plan, work = self.plan, self.work
-        for i, x in enumerate(dv):  # no other warpgroup reads these values
-            self.v[i, self.keys] = x.astype(plan.problem.dtype)
-        self._meet()  # from here on nobody reads keys
-        for i, x in enumerate(dk):
-            self.k[i, self.keys] = (x * plan.problem.scale).astype(plan.problem.dtype)
+    def _store(self, d_a, d_b):
+        """Stores the gradients of the own operands through their shared memory."""
+        plan, work, dtype = self.plan, self.work, self.plan.problem.dtype
+        stores = []
+        if d_b:
+            for i, x in enumerate(d_b):  # no other warpgroup reads these rows
+                self.own_b[i, self.rows] = x.astype(dtype)
+            smem = "own_b_smem" if "own_b_smem" in self.scratch else "own_a_smem"
+            stores.append((plan.own_b, smem, self.gmem.gradients["dv"]))
+        if d_a:
+            if plan.fused:
+                self.barriers["wgs_meet"].wait()  # from here on nobody reads keys
+            for i, x in enumerate(d_a):
+                self.own_a[i, self.rows] = (x * plan.problem.scale).astype(dtype)
+            stores.append((plan.own_a, "own_a_smem", self.gmem.gradients["dk" if plan.by_keys else "dq"]))
         plgpu.commit_smem()
-        rows = pl.ds(work.s0 + self.wg * 64, 64)
-        for tiles, smem, gmem in ((plan.v, "v_smem", self.gmem.dv), (plan.k, "k_smem", self.gmem.dk)):
-            copied = tiles.views(self.scratch[smem])[1]
-            tiles.store(copied.at[:, self.keys], gmem, work.b, rows, work.kv_head)
-        plgpu.barrier_wait(self.scratch["dq_free"].at[self.wg])  # the last completion, which no step waited for
+        for tiles, smem, gmem in stores:
+            copied = tiles.views(self.scratch[smem])[1].at[:, self.rows]
+            tiles.store(copied, gmem, work.b, pl.ds(work.start + self.wg * 64, 64), work.head)
+        if plan.fused:
+            self.barriers["dq_free"].wait(self.wg)  # the last arrival, which no step waited for
         plgpu.wait_smem_to_gmem(0)
 
-    def _meet(self):
-        """Waits for the other compute warpgroups."""
-        plgpu.barrier_arrive(self.scratch["wgs_meet"])
-        plgpu.barrier_wait(self.scratch["wgs_meet"])
-
-    def _head(self, n, done, dk_accs, dv_accs):
+    def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""
         plan, work = self.plan, self.work
         found = _visits(plan, work, self.gmem, n)
-        scalars = {i: self.gmem.arrays[i][plan.arrays[i].index(work.b, n)] for i in plan.of_kind("scalar")}
-        zero = lambda: plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _PER_KEY)
-        sums = tuple(zero() for _ in plan.summed)
+        scalars = self._scalars(n)
+        sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_OWN) for _ in plan.summed)
 
         def run(first, last, cut, sums):
             def step(tile, sums):
-                at = _Step(n, tile, done + (tile - found.first), cut, scalars)
-                return self._step(at, sums, dk_accs, dv_accs)
+                at = Step(work.b, n, work.start + self.wg * 64, tile * plan.config.width, self.wg, cut, scalars)
+                return self._step(at, done + (tile - found.first), sums, a_accs, b_accs)
 
             return lax.fori_loop(first, last, step, sums)
 
@@ -274,268 +303,198 @@ class _Compute:
         return done + (found.last - found.first)
 
     def _store_sums(self, n, sums):
-        """Stores gradients of arrays with one value per key."""
+        """Stores gradients of arrays, one value per own position."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, x in zip(self.plan.summed, sums, strict=True):
             self.scratch[f"gradient{i}_smem"][self.wg] = x
         plgpu.commit_smem()
         for i in self.plan.summed:
-            keys = pl.ds(self.work.s0 + self.wg * 64, 64)
+            own = pl.ds(self.work.start + self.wg * 64, 64)
             smem = self.scratch[f"gradient{i}_smem"].at[self.wg]
-            plgpu.copy_smem_to_gmem(smem, self.gmem.summed[i].at[self.work.b, n, keys])
+            plgpu.copy_smem_to_gmem(smem, self.gmem.summed[i].at[self.work.b, n, own])
 
-    def _step(self, at, sums, dk_accs, dv_accs):
-        """One tile of queries: adds to dK, dV, the sums of array gradients (returned) and, through memory, to dQ."""
+    def _step(self, at, done, sums, a_accs, b_accs):
+        """One tile of the other sequence: adds to the accumulators, to `sums` (returned) and, through memory, to dQ."""
         plan, core, scratch, c = self.plan, self.core, self.scratch, self.plan.config
-        slot, ds_slot = lax.rem(at.done, jnp.int32(c.stages)), lax.rem(at.done, jnp.int32(c.ds_stages))
-        q, do = self.q.at[slot], self.do.at[slot]
-        plgpu.barrier_wait(scratch["q_ready"].at[slot])
-        plgpu.barrier_wait(scratch["do_ready"].at[slot])
-        if plan.zeroes_queries and at.cut:
-            self._zero_queries(at, q, do)
+        slot_a, slot_b, ds_slot = (lax.rem(done, jnp.int32(stages)) for stages in (*c.stages, c.ds_stages))
+        other_a, other_b = self.other_a.at[slot_a], self.other_b.at[slot_b]
+        plgpu.barrier_wait(scratch["other_a_ready"].at[slot_a])
+        plgpu.barrier_wait(scratch["other_b_ready"].at[slot_b])
+        if plan.zeroes_other and at.cut:
+            self._zero_other(at, other_a, other_b)
 
-        p, ds, sums = self._logits(at, slot, q, do, sums)
+        p, ds, sums = self._logits(at, slot_a, slot_b, other_a, other_b, sums)
+        release_a, release_b = (
+            lambda name=name, slot=slot: self.barriers[name].arrive(slot)
+            for name, slot in (("other_a_free", slot_a), ("other_b_free", slot_b))
+        )
+        if not plan.fused:
+            self._times(b_accs, p, other_b)
+            self._times(a_accs, ds, other_a)
+            core.wait(len(a_accs))
+            release_b()
+            core.wait(0)
+            release_a()
+            return sums
 
         if c.ds_stages == 1 and c.compute_wgs > 1:
-            self._meet()  # nobody reads the last step's dS any more
+            self.barriers["wgs_meet"].wait()  # nobody reads the last step's dS any more
         ds_smem = scratch["ds_smem"].at[ds_slot]
         # For dV first: measured better where the mask cuts, worse where it does not.
         dv_first = plan.problem.mask is not None
         if dv_first:
-            self._times(dv_accs, p, do)
-        ds_smem[self.keys] = ds
+            self._times(b_accs, p, other_b)
+        ds_smem[self.rows] = ds
         if not dv_first:
-            self._times(dv_accs, p, do)
-        plgpu.commit_smem()
-        self._meet()
+            self._times(b_accs, p, other_b)
+        fence_for_async_copies(plan.interpret)
+        self.barriers["wgs_meet"].wait()
+        self._add_dq(ds_smem, a_accs, ds, other_a, release_b)
+        core.wait(0)  # dK is done
+        release_a()
+        return sums
 
-        chunks = 1 if not plan.by_rows and c.compute_wgs > 1 else plan.k.chunks
-        widths = (plan.dq_columns // chunks,) * chunks
+    def _add_dq(self, ds_smem, a_accs, ds, other_a, release_b):
+        """dQ = dS K, staged for the store warp, and under it the matmul of dK, which stays under way."""
+        plan, core, wgs = self.plan, self.core, self.plan.config.compute_wgs
+        if plan.dq_by_rows:
+            ds_smem = ds_smem.at[:, self.rows] if wgs > 1 else ds_smem
+            keys = [self.own_a.at[i] for i in range(plan.own_a.chunks)]
+        elif plan.own_a.chunks > 1:
+            keys = [self.own_a.at[self.wg]]
+        else:
+            keys = [self.own_a.at[0, :, pl.ds(self.wg * plan.dq_columns, plan.dq_columns)]]
 
         def dq(*dq_accs):
-            self._issue_dq(dq_accs, ds_smem)
-            core.wait(chunks)  # dV is done
-            plgpu.barrier_arrive(scratch["do_free"].at[slot])
-            self._times(dk_accs, ds, q)
-            return tuple(core.result(acc, plan.q.chunks) for acc in dq_accs)
+            for acc, k in zip(dq_accs, keys, strict=True):
+                core.matmul(acc, ds_smem, k, transpose_a=True)
+            core.wait(len(keys))  # dV is done
+            release_b()
+            self._times(a_accs, ds, other_a)
+            return tuple(core.result(acc, len(a_accs)) for acc in dq_accs)
 
-        parts = core.scoped(dq, *((plan.dq_rows, width) for width in widths))
-        plgpu.barrier_wait(scratch["dq_free"].at[self.wg])
+        parts = core.scoped(dq, *((64, k.shape[1]) for k in keys))
+        self.barriers["dq_free"].wait(self.wg)
         for i, x in enumerate(parts):
-            scratch["dq_smem"][self.wg, :, i * widths[0] : (i + 1) * widths[0]] = x
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch["dq_ready"].at[self.wg])
-        core.wait(0)  # dK is done
-        plgpu.barrier_arrive(scratch["q_free"].at[slot])
-        return sums
+            self.scratch["dq_smem"][self.wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
+        fence_for_async_copies(plan.interpret)
+        self.barriers["dq_ready"].arrive(self.wg)
 
     def _times(self, accs, a, tiles):
         """accs += a tiles, chunk by chunk."""
         for i, acc in enumerate(accs):
             self.core.matmul(acc, a, tiles.at[i])
 
-    def _issue_dq(self, accs, ds_smem):
-        """This warpgroup's part of dQ = dS K."""
-        plan, wgs = self.plan, self.plan.config.compute_wgs
-        if plan.by_rows:
-            ds_smem = ds_smem.at[:, pl.ds(self.wg * 64, 64)] if wgs > 1 else ds_smem
-            for i, acc in enumerate(accs):
-                self.core.matmul(acc, ds_smem, self.k.at[i], transpose_a=True)
-            return
-        if plan.k.chunks > 1:
-            k = self.k.at[self.wg]
-        else:
-            k = self.k.at[0, :, pl.ds(self.wg * plan.dq_columns, plan.dq_columns)]
-        self.core.matmul(accs[0], ds_smem, k, transpose_a=True)
-
-    def _logits(self, at, slot, q, do, sums):
-        """(P^T, dS^T) as operands of matmuls, and `sums` with the gradients of this tile."""
+    def _logits(self, at, slot_a, slot_b, other_a, other_b, sums):
+        """(P, dS) as operands of matmuls, None where not needed, and `sums` with the gradients of this tile."""
         plan, core, scratch = self.plan, self.core, self.scratch
-        shape = (64, plan.config.block_q)
-        per_query = lambda ref: lax.broadcast_in_dim(plgpu.load(ref, layout=_PER_QUERY), shape, [1])
-        dtype = plan.problem.dtype
+        shape, dtype = (64, plan.config.width), plan.problem.dtype
 
-        def body(s_acc, dp_acc):
+        def statistic(name, slot):
+            smem = scratch[f"{name}_smem"]
+            if plan.by_keys:
+                return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_OTHER), shape, [1])
+            return lax.broadcast_in_dim(plgpu.load(smem.at[0, self.rows], layout=PER_OWN), shape, [0])
+
+        def body(s_acc, dp_acc=None):
             # Both start before the first matmul: ptxas would make them wait for it.
             if not plan.scored:
-                s_acc[...] = per_query(scratch["start_smem"].at[slot])
-            dp_acc[...] = per_query(scratch["delta_smem"].at[slot])
-            for i in range(plan.k.chunks):
-                core.matmul(s_acc, self.k.at[i, self.keys], q.at[i], transpose_b=True)
-            for i in range(plan.v.chunks):
-                core.matmul(dp_acc, self.v.at[i, self.keys], do.at[i], transpose_b=True)
-            s = core.result(s_acc, plan.v.chunks)
-            tile = self._tile(at, slot, shape)
+                s_acc[...] = statistic("start", slot_a)
+            if plan.gives_a:
+                dp_acc[...] = statistic("delta", slot_b)
+            for i in range(plan.own_a.chunks):
+                core.matmul(s_acc, self.own_a.at[i, self.rows], other_a.at[i], transpose_b=True)
+            if plan.gives_a:
+                for i in range(plan.own_b.chunks):
+                    core.matmul(dp_acc, self.own_b.at[i, self.rows], other_b.at[i], transpose_b=True)
+            s = core.result(s_acc, plan.own_b.chunks if plan.gives_a else 0)
+            tile = TileOfLogits.load(plan, at, self.gmem.arrays, scratch, slot_a)
             if plan.scored:
                 x = s * plan.problem.scale
-                y = self._scores(at, tile, x)
-                p = jnp.exp2(y * LOG2E + per_query(scratch["start_smem"].at[slot]))
+                p = jnp.exp2(tile.scores(x) * LOG2E + statistic("start", slot_a))
             else:
-                x = None
-                p = jnp.exp2(s * (plan.problem.scale * LOG2E))
-            if tile.ok is not None:
-                p = jnp.where(tile.ok, p, 0.0)
-            p_operand = p.astype(dtype)
+                x, p = None, jnp.exp2(s * (plan.problem.scale * LOG2E))
+            p = tile.zero_where_masked(p)
+            p_operand = p.astype(dtype) if plan.gives_b else None
+            if not plan.gives_a:
+                return p_operand, None, sums
             ds = p * core.result(dp_acc, 0)
+            if plan.has_padding or plan.scored:
+                ds = tile.zero_where_masked(ds)  # behind the mask there may be NaN, and 0 * NaN is NaN
             new_sums = sums
-            if tile.ok is not None and (plan.scored or plan.zeroes_keys or plan.zeroes_queries):
-                ds = jnp.where(tile.ok, ds, 0.0)  # behind the mask there may be NaN, and 0 * NaN is NaN
             if plan.problem.score is not None:
-                ds, gradients = self._pullback(at, tile, x, ds)
-                if tile.ok is not None:
-                    ds, *gradients = (jnp.where(tile.ok, z, 0.0) for z in (ds, *gradients))
+                ds, *gradients = map(tile.zero_where_masked, tile.pullback(x, ds))
                 new_sums = self._add_gradients(at, gradients, sums)
             return p_operand, ds.astype(dtype), new_sums
 
-        return core.scoped(body, shape, shape)
-
-    def _tile(self, at, slot, shape):
-        """Indices, arrays and the mask of a tile; only what the step needs."""
-        plan, dims = self.plan, self.plan.problem.dims
-        if plan.problem.score is None and not at.cut:
-            return _Tile(None, None, None, None)
-        t = at.tile * plan.config.block_q + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_TILE)
-        s = self.work.s0 + self.wg * 64 + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_TILE)
-        in_score = len(jax.tree.leaves(plan.problem.score))
-        needed = [i < in_score or at.cut for i in range(len(plan.arrays))]
-        loaded = [self._array(i, at, slot, shape, i < in_score) if need else None for i, need in enumerate(needed)]
-        score, mask = jax.tree.unflatten(plan.tree, loaded)
-        ok = None
-        if at.cut:
-            tests = []
-            if dims.S % plan.config.block_kv:
-                tests.append(s < dims.S)
-            if plan.scored and dims.T % plan.config.block_q:
-                tests.append(t < dims.T)
-            if mask is not None:
-                allowed = lambda t, s, mask: mask.allowed(self.work.b, at.n, t, s)
-                tests.append(jnp.broadcast_to(elementwise.inline(allowed, t, s, mask), shape))
-            for test in tests:
-                ok = test if ok is None else ok & test
-        return _Tile(t, s, score, ok)
-
-    def _array(self, i, at, slot, shape, in_score):
-        """Array i for this tile: broadcast to it, or a scalar of a mask."""
-        array = self.plan.arrays[i]
-        if array.kind == "scalar":
-            x = array.restore(at.scalars[i])
-            return lax.broadcast_in_dim(x, shape, []) if in_score else x
-        smem = self.scratch[f"array{i}_smem"].at[slot]
-        if array.kind == "row":
-            return array.restore(lax.broadcast_in_dim(plgpu.load(smem, layout=_PER_QUERY), shape, [1]))
-        if array.kind == "column":
-            return array.restore(lax.broadcast_in_dim(plgpu.load(smem.at[self.keys], layout=_PER_KEY), shape, [0]))
-        return array.restore(plgpu.load(smem.at[self.wg], layout=_TILE))
-
-    def _scores(self, at, tile, x):
-        if self.plan.problem.score is None:
-            return x
-        apply = lambda x, t, s, score: score.apply(x, self.work.b, at.n, t, s)
-        return elementwise.inline(apply, x, tile.t, tile.s, tile.score)
-
-    def _pullback(self, at, tile, x, dy):
-        """(dx, gradients of the score's float arrays), float32 and of the tile's shape."""
-        pullback = lambda x, dy, t, s, score: score_pullback(x, dy, self.work.b, at.n, t, s, score)
-        dx, *gradients = elementwise.inline(pullback, x, dy, tile.t, tile.s, tile.score)
-        return dx, gradients
+        return core.scoped(body, *(shape,) * (2 if plan.gives_a else 1))
 
     def _add_gradients(self, at, gradients, sums):
-        """`sums` with the gradients of a tile; those of rows and tiles are added in device memory."""
-        plan, work = self.plan, self.work
-        by_array = dict(zip(plan.differentiated, gradients, strict=True))
+        """`sums` with the gradients of a tile; those of tiles are added in device memory."""
+        plan = self.plan
+        by_array = dict(zip(plan.float_arrays, gradients, strict=True))
         sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(plan.summed, sums, strict=True))
         if not plan.added:
             return sums
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i in plan.added:
-            x = by_array[i]
-            self.scratch[f"gradient{i}_smem"][self.wg] = x if plan.arrays[i].kind == "tile" else x.sum(axis=0)
+            self.scratch[f"gradient{i}_smem"][self.wg] = by_array[i]
         plgpu.commit_smem()
-        queries = pl.ds(at.tile * plan.config.block_q, plan.config.block_q)
         for i in plan.added:
-            array, smem, gmem = plan.arrays[i], self.scratch[f"gradient{i}_smem"].at[self.wg], self.gmem.added[i]
-            lead = (work.b, at.n) if plan.interpret else array.index(work.b, at.n)
-            if array.kind == "row":
-                # A row is the sum over all keys, so the interpreter, which can't add, keeps one for each warpgroup.
-                lead = (work.block * plan.config.compute_wgs + self.wg, *lead) if plan.interpret else lead
-                plan.tensor_core.store_add(smem, gmem.at[(*lead, queries)])
-            else:
-                plan.tensor_core.store_add(smem, gmem.at[(*lead, pl.ds(work.s0 + self.wg * 64, 64), queries)])
+            lead = (at.b, at.n) if plan.interpret else plan.arrays[i].index(at.b, at.n)
+            target = self.gmem.added[i].at[(*lead, pl.ds(at.own, 64), pl.ds(at.other, plan.config.width))]
+            plan.tensor_core.store_add(self.scratch[f"gradient{i}_smem"].at[self.wg], target)
         return sums
 
-    def _padding_lengths(self, n):
-        scalars = {i: self.gmem.arrays[i][self.plan.arrays[i].index(self.work.b, n)] for i in self.plan.of_kind("scalar")}
+    # ---- padding ----
+
+    def _scalars(self, n):
+        """Arrays without positions, for query head n."""
+        return {i: self.gmem.arrays[i][self.plan.arrays[i].index(self.work.b, n)] for i in self.plan.of_kind("scalar")}
+
+    def _lengths(self, n):
+        scalars = self._scalars(n)
         _, mask = jax.tree.unflatten(self.plan.tree, [scalars.get(i) for i in range(len(self.plan.arrays))])
         return masks.lengths_of(mask)
 
-    def _zero_keys(self):
-        """Zeroes keys past the key length, the longest of the group: there may be NaN, and dQ = dS K would spread it."""
+    def _zero_own(self):
+        """Zeroes keys past the key length, the longest of the group."""
         group = self.plan.problem.group
         per_head = masks.lengths_of(self.plan.problem.mask).kv_lengths.shape[1] > 1
-        lengths = [self._padding_lengths(self.work.kv_head * group + g).kv_lengths for g in range(group if per_head else 1)]
+        lengths = [self._lengths(self.work.head * group + g).kv_lengths for g in range(group if per_head else 1)]
         length = lengths[0]
         for other in lengths[1:]:
             length = jnp.maximum(length, other)
-        start = self.work.s0
+        start = self.work.start
 
-        @pl.when(start + self.plan.config.block_kv > length)
+        @pl.when(start + self.plan.config.block > length)
         def _():
-            self._zero_rows(self.k, self.plan.k, self.wg * 64, 1, length - start)
+            self._zero_rows(self.own_a, self.plan.own_a, self.wg * 64, length - start)
             plgpu.commit_smem()
-            self._meet()
+            self.barriers["wgs_meet"].wait()
 
-    def _zero_queries(self, at, q, do):
-        """Zeroes queries and gradients of the output past the query length in a tile."""
-        c = self.plan.config
-        length, start = self._padding_lengths(at.n).q_lengths, at.tile * c.block_q
+    def _zero_other(self, at, other_a, other_b):
+        """Zeroes a tile's rows past the length of their sequence, of right operands of matmuls that sum over them."""
+        plan, c = self.plan, self.plan.config
+        lengths = self._lengths(at.n)
+        length = lengths.q_lengths if plan.by_keys else lengths.kv_lengths
 
-        @pl.when(start + c.block_q > length)
+        @pl.when(at.other + c.width > length)
         def _():
-            each = c.block_q // 64 // c.compute_wgs
-            for ref, tiles in ((q, self.plan.q), (do, self.plan.d_out)):
-                if each:
-                    self._zero_rows(ref, tiles, self.wg * 64 * each, each, length - start)
-                else:  # one part of 64 rows for two warpgroups
-                    pl.when(self.wg == 0)(lambda ref=ref, tiles=tiles: self._zero_rows(ref, tiles, 0, 1, length - start))
+            for ref, tiles, gives in ((other_a, plan.other_a, plan.gives_a), (other_b, plan.other_b, plan.gives_b)):
+                for part in range(c.width // 64 if gives else 0):  # the warpgroups take turns
+                    mine = self.wg == part % c.compute_wgs
+                    zero = lambda ref=ref, tiles=tiles, part=part: self._zero_rows(ref, tiles, part * 64, length - at.other)
+                    pl.when(mine)(zero) if c.compute_wgs > 1 else zero()
             plgpu.commit_smem()
-            self._meet()
+            self.barriers["wgs_meet"].wait()
 
     @staticmethod
-    def _zero_rows(ref, tiles, first, parts, length):
-        """Zeroes rows at and past `length` in `parts` parts of 64 rows from row `first` of a tile."""
-        for part in range(parts):
-            for chunk in range(tiles.chunks):
-                for column in range(0, tiles.chunk, 64):
-                    rows = first + part * 64
-                    piece = ref.at[chunk, pl.ds(rows, 64), pl.ds(column, 64)]
-                    row = rows + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_TILE)
-                    values = plgpu.load(piece, layout=_TILE)
-                    piece[...] = jnp.where(row < length, values, jnp.zeros((), values.dtype))
-
-
-class _Step(NamedTuple):
-    """Where a step is: query head, tile of queries, steps done before, whether the mask cuts it, scalar arrays."""
-
-    n: Any
-    tile: Any
-    done: Any
-    cut: bool
-    scalars: dict[int, Any]
-
-
-class _Tile(NamedTuple):
-    """Positions [key, query], the score with its arrays for this tile, allowed pairs; None: not needed, or all."""
-
-    t: Any
-    s: Any
-    score: Any
-    ok: Any
-
-
-def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any) -> tuple[Any, ...]:
-    """(dx, gradients of the score's float arrays), all float32 and of the shape of x, for a gradient dy of the result."""
-    apply = lambda x, arrays: with_float_arrays(score, arrays).apply(x, b, n, t, s)
-    # As float32, so that no gradient is rounded before it is summed.
-    arrays = tuple(a.astype(jnp.float32) for a in float_arrays(score))
-    dx, gradients = jax.vjp(apply, x, arrays)[1](dy)
-    return dx, *gradients
+    def _zero_rows(ref, tiles, first, length):
+        """Zeroes rows at and past `length` among the 64 rows from row `first` of a tile."""
+        for chunk in range(tiles.chunks):
+            for column in range(0, tiles.chunk, 64):
+                piece = ref.at[chunk, pl.ds(first, 64), pl.ds(column, 64)]
+                row = first + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)
+                values = plgpu.load(piece, layout=TILE)
+                piece[...] = jnp.where(row < length, values, jnp.zeros((), values.dtype))

@@ -1,4 +1,4 @@
-"""All that is static in the backward kernel: tiles, arrays, their gradients, shared memory."""
+"""All that is static in one pass of the backward kernel: tiles, arrays, their gradients, shared memory."""
 
 import dataclasses
 import functools
@@ -13,34 +13,58 @@ from pallas_fa import masks
 from pallas_fa.mosaic_gpu.accumulators import TensorCore
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import BackwardConfig, backward_configs
+from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
 from pallas_fa.mosaic_gpu.tiles import Tiles, swizzle
 from pallas_fa.problem import Problem
 
-SHARED_MEMORY = 227 * 1024 - 1024  # of a block on compute capability 9.0, less what barriers and alignment take
+SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers take
+_F32 = np.dtype(np.float32)
+FUSED = (("dk", "dv", "dq"),)
+
+
+def passes(problem: Problem) -> tuple[tuple[str, ...], ...]:
+    """Which gradients each pass over the logits gives.
+
+    One pass takes five matmuls, but adds dQ up in no fixed order, and can't sum gradients of arrays over keys; two take
+    seven, three take eight, which is what fits registers at head dims past 128.
+    """
+    if max(problem.H, problem.Hv) > 128:
+        return ("dv",), ("dk",), ("dq",)
+    leaves = jax.tree.leaves(problem.score)
+    per_query = any(_is_per_query(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+    return (("dk", "dv"), ("dq",)) if per_query or problem.deterministic_gradients else FUSED
+
+
+def _is_per_query(x):
+    return x.shape[2] > 1 and x.shape[3] == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`arrays` describes the leaves of (score, mask), of structure `tree`, with their last two axes exchanged.
+    """One pass, which gives the gradients `gives`.
 
-    The kernel holds logits as [key, query], so that an array's "rows" have one value per query, its "columns" one per
-    key. `differentiated`: which of the arrays get gradients.
+    A block of threads holds a block of one sequence, its own, and goes through tiles of the other. It holds keys, for
+    dK and dV, or queries, for dQ alone. A logit matmul takes `own_a` and `other_a` (K and Q, or Q and K), that of the
+    probabilities' gradients `own_b` and `other_b` (V and dO, or dO and V). Logits are held as [own, other], and `arrays`
+    describes the leaves of (score, mask), of structure `tree`, accordingly: their "rows" have one value per position of
+    the other sequence, their "columns" one per position of the own. `differentiated`: the arrays whose gradients this
+    pass gives.
     """
 
     problem: Problem
+    gives: tuple[str, ...]
     config: BackwardConfig
     arrays: tuple[KernelArray, ...]
     differentiated: tuple[int, ...]
     tree: Any
-    q: Tiles
-    k: Tiles
-    v: Tiles
-    d_out: Tiles
-    visit_table: bool
+    own_a: Tiles
+    own_b: Tiles
+    other_a: Tiles
+    other_b: Tiles
     interpret: bool
 
     @classmethod
-    def candidates(cls, problem: Problem, interpret: bool) -> list["Plan"]:
+    def candidates(cls, problem: Problem, gives: tuple[str, ...], interpret: bool) -> list["Plan"]:
         """A plan for each configuration that may do; the best comes first."""
         T, S = problem.dims.T, problem.dims.S
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
@@ -50,20 +74,48 @@ class Plan:
             q, k = (dataclasses.replace(x, in_chunks=True) for x in (q, k))
         if v.chunk != d_out.chunk:
             v, d_out = (dataclasses.replace(x, in_chunks=True) for x in (v, d_out))
+        by_keys = gives != ("dq",)
+        sides = (k, v, q, d_out) if by_keys else (q, d_out, k, v)
         leaves, tree = jax.tree.flatten((problem.score, problem.mask))
-        transposed = [jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype) for x in leaves]
-        arrays = tuple(map(KernelArray.of, transposed))
-        in_score = range(len(jax.tree.leaves(problem.score)))
-        differentiated = tuple(i for i in in_score if jnp.issubdtype(leaves[i].dtype, jnp.floating))
-        table = bool(jax.tree.leaves(problem.mask))
+        arrays = tuple(KernelArray.of(_turned(x) if by_keys else x) for x in leaves)
+        floats = [i for i in range(len(jax.tree.leaves(problem.score))) if jnp.issubdtype(leaves[i].dtype, jnp.floating)]
+        if gives == ("dv",):
+            differentiated = []
+        else:
+            differentiated = [i for i in floats if _is_per_query(leaves[i]) != by_keys]
         named = isinstance(problem.config, BackwardConfig)
-        configs = (problem.config,) if named else backward_configs(q.padded_dim, v.padded_dim)
-        plans = (cls(problem, c, arrays, differentiated, tree, q, k, v, d_out, table, interpret) for c in configs)
-        return [plan for plan in plans if plan.splits_dq]
+        configs = (problem.config,) if named else backward_configs(gives, q.padded_dim, v.padded_dim)
+        plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, interpret) for c in configs)
+        return [plan for plan in plans if plan.can_share_dq]
+
+    @classmethod
+    def of(cls, problem: Problem, gives: tuple[str, ...], interpret: bool) -> "Plan":
+        """The best plan that fits shared memory."""
+        plans = cls.candidates(problem, gives, interpret)
+        return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
 
     @property
     def tensor_core(self) -> TensorCore:
         return TensorCore(self.interpret)
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether blocks hold keys."""
+        return self.gives != ("dq",)
+
+    @property
+    def fused(self) -> bool:
+        return self.by_keys and "dq" in self.gives
+
+    @property
+    def gives_a(self) -> bool:
+        """Whether the gradient of `own_a`, dS times `other_a`, is summed up in registers."""
+        return self.gives != ("dv",)
+
+    @property
+    def gives_b(self) -> bool:
+        """Whether that of `own_b`, P^T times `other_b`, is."""
+        return "dv" in self.gives
 
     @property
     def scored(self) -> bool:
@@ -71,134 +123,194 @@ class Plan:
         return self.problem.score is not None or self.problem.scale <= 0
 
     @property
+    def visit_table(self) -> bool:
+        return bool(jax.tree.leaves(self.problem.mask))
+
+    @property
     def blocks(self) -> int:
-        """Blocks of keys of one head."""
-        return -(-self.problem.dims.S // self.config.block_kv)
+        """Blocks of one head."""
+        return -(-self.own_a.length // self.config.block)
 
     @property
-    def dq_rows(self) -> int:
-        """Rows of dQ that one warpgroup computes."""
-        return 64
+    def heads(self) -> int:
+        """Own heads of one batch entry."""
+        return self.problem.K if self.by_keys else self.problem.dims.N
+
+    # ---- the share of each warpgroup in dQ of the fused pass ----
 
     @property
-    def by_rows(self) -> bool:
+    def dq_by_rows(self) -> bool:
         """Whether the warpgroups share dQ by rows; else by columns."""
-        return self.config.block_q == 64 * self.config.compute_wgs
+        return self.config.width == self.config.block
 
     @property
-    def splits_dq(self) -> bool:
-        """Whether the warpgroups can share the work of dQ."""
-        return self.by_rows or (self.config.block_q == 64 and self.k.padded_dim == 64 * self.config.compute_wgs)
+    def can_share_dq(self) -> bool:
+        c = self.config
+        return not self.fused or self.dq_by_rows or (c.width == 64 and self.own_a.padded_dim == c.block)
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that one warpgroup computes."""
-        return self.k.padded_dim if self.by_rows else self.k.padded_dim // self.config.compute_wgs
+        """Columns of dQ that one warpgroup computes, of 64 rows."""
+        return self.own_a.padded_dim if self.dq_by_rows else self.own_a.padded_dim // self.config.compute_wgs
+
+    # ---- padding ----
 
     @property
-    def zeroes_queries(self) -> bool:
-        """Whether queries past their length must be zeroed: there may be NaN, and 0 * NaN is NaN."""
-        return masks.lengths_of(self.problem.mask).q_lengths is not None
+    def has_padding(self) -> bool:
+        """Whether there may be NaN behind the mask."""
+        lengths = masks.lengths_of(self.problem.mask)
+        return lengths.q_lengths is not None or lengths.kv_lengths is not None
 
     @property
-    def zeroes_keys(self) -> bool:
-        return masks.lengths_of(self.problem.mask).kv_lengths is not None
+    def zeroes_own(self) -> bool:
+        """Whether own positions past their length must be zeroed: dQ = dS K spreads a NaN, since 0 * NaN is NaN."""
+        return self.fused and masks.lengths_of(self.problem.mask).kv_lengths is not None
 
-    def of_kind(self, *kinds: str, differentiated: bool = False) -> tuple[int, ...]:
+    @property
+    def zeroes_other(self) -> bool:
+        """Whether the other sequence's must."""
+        lengths = masks.lengths_of(self.problem.mask)
+        return (lengths.q_lengths if self.by_keys else lengths.kv_lengths) is not None
+
+    # ---- arrays ----
+
+    def of_kind(self, *kinds: str) -> tuple[int, ...]:
         """Which arrays are of one of these kinds."""
-        found = self.differentiated if differentiated else range(len(self.arrays))
-        return tuple(i for i in found if self.arrays[i].kind in kinds)
+        return tuple(i for i, a in enumerate(self.arrays) if a.kind in kinds)
+
+    @property
+    def float_arrays(self) -> tuple[int, ...]:
+        """The score's arrays that get gradients, of this pass or another."""
+        leaves = jax.tree.leaves(self.problem.score)
+        return tuple(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating))
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """Arrays whose gradients are summed over queries in registers: one value per key."""
-        return self.of_kind("scalar", "column", differentiated=True)
+        """Arrays whose gradients are summed in registers: one value per own position."""
+        return tuple(i for i in self.differentiated if self.arrays[i].kind != "tile")
 
     @property
     def added(self) -> tuple[int, ...]:
-        """Arrays whose gradients are added up in device memory."""
-        return self.of_kind("row", "tile", differentiated=True)
+        """Arrays whose gradients are added up in device memory, tile by tile."""
+        return tuple(i for i in self.differentiated if self.arrays[i].kind == "tile")
+
+    def in_memory(self, leaves: list[Any]) -> list[Any]:
+        """The arrays as this pass takes them."""
+        return [a.in_memory(_turned(x) if self.by_keys else x) for a, x in zip(self.arrays, leaves, strict=True)]
 
     # ---- device memory ----
 
-    def padded(self, size: int, multiple: int) -> int:
-        return -(-size // multiple) * multiple
-
     def dq_shape(self) -> tuple[int, ...]:
-        """Of the float32 dQ; rows are padded as TMA demands. The interpreter keeps the parts of all blocks of keys."""
+        """Of the float32 sums of dQ; rows are padded as TMA demands. The interpreter keeps the part of every block."""
         dims = self.problem.dims
-        shape = dims.B, self.padded(dims.T, 8), dims.N, self.k.padded_dim
+        shape = dims.B, _rounded(dims.T, 8), dims.N, self.own_a.padded_dim
         return (self.blocks, *shape) if self.interpret else shape
 
     def added_shape(self, i: int) -> tuple[int, ...]:
-        """Of the float32 gradient of array i."""
-        dims, array = self.problem.dims, self.arrays[i]
+        """Of the float32 sums of the gradient of array i."""
+        dims, array, c = self.problem.dims, self.arrays[i], self.config
         lead = (dims.B, dims.N) if self.interpret else (dims.B if array.batched else 1, dims.N if array.per_head else 1)
-        queries = self.padded(dims.T, self.config.block_q)
-        if array.kind == "row":
-            return (self.blocks * self.config.compute_wgs, *lead, queries) if self.interpret else (*lead, queries)
-        return *lead, self.padded(dims.S, self.config.block_kv), queries
+        return *lead, self.blocks * c.block, _rounded(self.other_a.length, c.width)
 
     def summed_shape(self) -> tuple[int, ...]:
-        """Of the float32 gradients of one array, one value per key."""
-        return self.problem.dims.B, self.problem.dims.N, self.blocks * self.config.block_kv
+        """Of the float32 gradient of an array, one value per own position."""
+        return self.problem.dims.B, self.problem.dims.N, self.blocks * self.config.block
 
     # ---- shared memory ----
 
     def shared_memory(self) -> int:
         """Bytes of shared memory that a block needs, barriers left out."""
-        c, size = self.config, self.problem.dtype.itemsize
-        dim, value_dim = self.k.padded_dim, self.v.padded_dim
-        operands = (c.block_kv + c.stages * c.block_q) * (dim + value_dim) * size
-        logits = c.ds_stages * c.block_kv * c.block_q * size
-        dq = c.compute_wgs * self.dq_rows * self.dq_columns * 4
-        statistics = 2 * c.stages * c.block_q * 4
-        columns = {"row": 0, "column": c.block_kv, "tile": c.block_q * c.block_kv, "scalar": 0}
-        arrays = sum(
-            c.stages * a.stored_dtype.itemsize * (c.block_q if a.kind == "row" else columns[a.kind]) for a in self.arrays
-        )
-        per_wg = {"row": c.block_q, "column": 64, "scalar": 64, "tile": 64 * c.block_q}
-        gradients = sum(4 * c.compute_wgs * per_wg[self.arrays[i].kind] for i in self.differentiated)
-        return operands + logits + dq + statistics + arrays + gradients
+        sizes = (_bytes(x) for x in self.scratch().values() if not isinstance(x, plgpu.Barrier))
+        return sum(_rounded(size, 1024) for size in sizes)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
-        c, f32 = self.config, np.dtype(np.float32)
-        ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
-        copies = {"row": 1, "column": 1, "tile": c.compute_wgs, "scalar": 0}
-        core = self.tensor_core
+        c, dtype = self.config, self.problem.dtype
+        stages_a, stages_b = c.stages
+        streamed = len(self.of_kind("row", "column")) + len(self.of_kind("tile")) * c.compute_wgs
+        statistics = (stages_a, stages_b) if self.by_keys else (1, 1)
+        positions = c.width if self.by_keys else c.block
+        own_statistic = 0 if self.by_keys else 1
+        other_statistic = 1 - own_statistic
         scratch = dict(
-            k_smem=self.k.scratch(rows=c.block_kv),
-            v_smem=self.v.scratch(rows=c.block_kv),
-            q_smem=self.q.scratch(c.stages, rows=c.block_q),
-            do_smem=self.d_out.scratch(c.stages, rows=c.block_q),
-            start_smem=plgpu.SMEM((c.stages, c.block_q), f32),
-            delta_smem=plgpu.SMEM((c.stages, c.block_q), f32),
-            ds_smem=plgpu.SMEM(
-                (c.ds_stages, c.block_kv, c.block_q), self.problem.dtype, transforms=swizzle(self.problem.dtype, 128)
+            own_a_smem=self.own_a.scratch(rows=c.block),
+            other_a_smem=self.other_a.scratch(stages_a, rows=c.width),
+            other_b_smem=self.other_b.scratch(stages_b, rows=c.width),
+            start_smem=plgpu.SMEM((statistics[0], positions), _F32),
+            own_a_ready=plgpu.Barrier(num_arrivals=self.own_a.chunks + own_statistic),
+            other_a_ready=plgpu.Barrier(
+                num_arrivals=self.other_a.chunks + other_statistic + streamed, num_barriers=stages_a
             ),
-            dq_smem=plgpu.SMEM((c.compute_wgs, self.dq_rows, self.dq_columns), f32, transforms=swizzle(f32, 128)),
-            dk_stand_in=core.stand_in(c.compute_wgs, self.k.chunks, 64, self.k.chunk),
-            dv_stand_in=core.stand_in(c.compute_wgs, self.v.chunks, 64, self.v.chunk),
-            k_ready=plgpu.Barrier(num_arrivals=self.k.chunks),
-            v_ready=plgpu.Barrier(num_arrivals=self.v.chunks),
-            q_ready=ring(num_arrivals=self.q.chunks + 1 + sum(copies[a.kind] for a in self.arrays)),
-            do_ready=ring(num_arrivals=self.d_out.chunks + 1),
-            q_free=ring(num_arrivals=c.compute_wgs),
-            do_free=ring(num_arrivals=c.compute_wgs),
-            wgs_meet=plgpu.Barrier(num_arrivals=c.compute_wgs),
-            dq_ready=plgpu.Barrier(num_barriers=c.compute_wgs),
-            dq_free=plgpu.Barrier(num_barriers=c.compute_wgs),
+            other_b_ready=plgpu.Barrier(
+                num_arrivals=self.other_b.chunks + (other_statistic if self.gives_a else 0), num_barriers=stages_b
+            ),
         )
+        if self.gives_a or self.own_b != self.own_a:
+            # Without dS, it only takes dV on its way out.
+            scratch["own_b_smem"] = self.own_b.scratch(rows=c.block)
+        if self.gives_a:
+            scratch["own_b_ready"] = plgpu.Barrier(num_arrivals=self.own_b.chunks + own_statistic)
+            scratch["delta_smem"] = plgpu.SMEM((statistics[1], positions), _F32)
+        if self.fused:
+            shape = c.ds_stages, c.block, c.width
+            scratch["ds_smem"] = plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, 128))
+            shape = c.compute_wgs, 64, self.dq_columns
+            scratch["dq_smem"] = plgpu.SMEM(shape, _F32, transforms=swizzle(_F32, 128))
         for i, array in enumerate(self.arrays):
             if array.kind == "tile":
-                scratch[f"array{i}_smem"] = array.scratch(c.stages, c.compute_wgs, 64, c.block_q)
+                scratch[f"array{i}_smem"] = array.scratch(stages_a, c.compute_wgs, 64, c.width)
             elif array.kind != "scalar":
-                size = c.block_q if array.kind == "row" else c.block_kv
-                scratch[f"array{i}_smem"] = plgpu.SMEM((c.stages, size), array.stored_dtype)
-        shapes = {"row": (c.block_q,), "column": (64,), "scalar": (64,), "tile": (64, c.block_q)}
-        for i in self.differentiated:
-            kind = self.arrays[i].kind
-            layout = swizzle(f32, 128) if kind == "tile" else ()
-            scratch[f"gradient{i}_smem"] = plgpu.SMEM((c.compute_wgs, *shapes[kind]), f32, transforms=layout)
+                size = c.width if array.kind == "row" else c.block
+                scratch[f"array{i}_smem"] = plgpu.SMEM((stages_a, size), array.stored_dtype)
+        for i in self.summed:
+            scratch[f"gradient{i}_smem"] = plgpu.SMEM((c.compute_wgs, 64), _F32)
+        for i in self.added:
+            shape = c.compute_wgs, 64, c.width
+            scratch[f"gradient{i}_smem"] = plgpu.SMEM(shape, _F32, transforms=swizzle(_F32, 128))
+        if self.interpret:
+            for name, tiles in (("a", self.own_a), ("b", self.own_b)):
+                scratch[f"d_{name}_stand_in"] = plgpu.SMEM((c.compute_wgs, tiles.chunks, 64, tiles.chunk), _F32)
+            for name, (_, count, arriving, _) in self._barriers().items():
+                scratch[f"{name}_mbarrier"] = plgpu.Barrier(num_arrivals=arriving, num_barriers=count)
         return scratch
+
+    def _barriers(self):
+        """Names -> (first number, how many, warps or warpgroups that arrive, (threads that arrive, that wait))."""
+        c, wg, warp = self.config, 128, 32
+        wgs = c.compute_wgs
+        counts = dict(
+            wgs_meet=(1, wgs, (wg * wgs, 0)),
+            other_a_free=(c.stages[0], wgs, (wg * wgs, warp)),
+            other_b_free=(c.stages[1], wgs, (wg * wgs, warp)),
+        )
+        if self.fused:
+            counts |= dict(dq_ready=(wgs, 1, (wg, warp)), dq_free=(wgs, 1, (warp, wg)))
+        first, barriers = FIRST_FREE, {}
+        for name, (count, arriving, threads) in counts.items():
+            barriers[name] = first, count, arriving, threads
+            first += count
+        return barriers
+
+    def barriers(self, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
+        """The barriers between warpgroups, by name."""
+        return {
+            name: NamedBarrier(first, *threads, scratch.get(f"{name}_mbarrier"), name == "wgs_meet")
+            for name, (first, _, _, threads) in self._barriers().items()
+        }
+
+
+def _turned(x):
+    """An array [B, N, T, S] with its last two axes exchanged."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
+    return jnp.swapaxes(x, 2, 3)
+
+
+def _rounded(size, multiple):
+    return -(-size // multiple) * multiple
+
+
+def _bytes(smem):
+    if isinstance(smem, plgpu.RefUnion):
+        return max(map(_bytes, smem.refs))
+    return int(np.prod(smem.shape)) * np.dtype(smem.dtype).itemsize

@@ -23,7 +23,9 @@ class ForwardConfig:
         if self.compute_wgs not in (1, 2, 3):
             raise ValueError(f"compute_wgs={self.compute_wgs} must be 1, 2 or 3: a block has registers for no more.")
         if self.block_kv < 64 or self.block_kv % 64:
-            raise ValueError(f"block_kv={self.block_kv} must be a positive multiple of 64, the width of a swizzled tile.")
+            raise ValueError(
+                f"block_kv={self.block_kv} must be a positive multiple of 64, the width of a swizzled tile."
+            )
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2, to load one tile while another is used.")
         if self.head_section < 1:
@@ -44,7 +46,11 @@ def forward_configs(head_dim: int, value_dim: int) -> tuple[ForwardConfig, ...]:
     widest = max(head_dim, value_dim)
     small = (ForwardConfig(compute_wgs=2, block_kv=64), ForwardConfig(compute_wgs=1, block_kv=64))
     if widest <= 64:
-        return ForwardConfig(compute_wgs=3, block_kv=128, pin_softmax=False), ForwardConfig(compute_wgs=2, block_kv=128), *small
+        return (
+            ForwardConfig(compute_wgs=3, block_kv=128, pin_softmax=False),
+            ForwardConfig(compute_wgs=2, block_kv=128),
+            *small,
+        )
     if widest <= 128:
         return ForwardConfig(compute_wgs=2, block_kv=128), *small
     if value_dim <= 128 and head_dim <= 192:
@@ -54,33 +60,33 @@ def forward_configs(head_dim: int, value_dim: int) -> tuple[ForwardConfig, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles of the backward kernel: each of `compute_wgs` warpgroups holds 64 keys, against `block_q` queries at a time.
+    """Tiles of one pass of the backward kernel.
 
-    `stages`: depth of the rings of queries and of gradients of the output; `ds_stages`: tiles of logit gradients in
-    shared memory. `head_section`: as for the forward kernel.
+    Each of `compute_wgs` warpgroups holds 64 positions of one sequence (keys, or queries for the pass of dQ alone),
+    against `width` positions of the other at a time. `stages`: depths of the rings of the two operands that come with
+    these (of queries and output gradients, or keys and values). `ds_stages`: tiles of logit gradients in shared memory,
+    of the fused pass. `head_section`: as for the forward kernel.
     """
 
     compute_wgs: int = 2
-    block_q: int = 64
-    stages: int = 2
+    width: int = 64
+    stages: tuple[int, int] = (2, 2)
     ds_stages: int = 2
     head_section: int = 8
-    pin_softmax: bool = True
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
             raise ValueError(f"compute_wgs={self.compute_wgs} must be 1 or 2: a block has registers for no more.")
-        if self.block_q not in (64, 128):
-            raise ValueError(f"block_q={self.block_q} must be 64 or 128: two tiles of logits lie in registers.")
-        if self.stages < 1:
-            raise ValueError(f"stages={self.stages} must be at least 1.")
-        if self.ds_stages not in (1, 2):
-            raise ValueError(f"ds_stages={self.ds_stages} must be 1 or 2: more are never in use at once.")
+        if self.width not in (64, 128):
+            raise ValueError(f"width={self.width} must be 64 or 128: two tiles of logits lie in registers.")
+        if any(n not in (1, 2) for n in (*self.stages, self.ds_stages)):
+            raise ValueError(f"stages={self.stages} and ds_stages={self.ds_stages} must be 1 or 2.")
         if self.head_section < 1:
             raise ValueError(f"head_section={self.head_section} must be at least 1.")
 
     @property
-    def block_kv(self) -> int:
+    def block(self) -> int:
+        """Positions that a block of threads holds."""
         return 64 * self.compute_wgs
 
     @property
@@ -89,17 +95,20 @@ class BackwardConfig:
         return {1: (240, 56), 2: (240, 24)}[self.compute_wgs]
 
 
-def backward_configs(head_dim: int, value_dim: int) -> tuple[BackwardConfig, ...]:
-    """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best.
+def backward_configs(gives: tuple[str, ...], head_dim: int, value_dim: int) -> tuple[BackwardConfig, ...]:
+    """Tiles of the pass that gives these gradients, for padded head dims of q, k and of v, multiples of 64.
 
-    Empty where none is known: gradients of keys and values of 64 x head dim each must stay in a warpgroup's registers.
+    The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers.
     """
-    small = BackwardConfig(compute_wgs=1, block_q=64), BackwardConfig(compute_wgs=1, block_q=64, ds_stages=1)
-    smallest = BackwardConfig(compute_wgs=1, block_q=64, stages=1, ds_stages=1)
-    if max(head_dim, value_dim) > 128:
+    Config = BackwardConfig
+    small = Config(1, 64), Config(1, 64, ds_stages=1), Config(1, 64, (1, 1), 1)
+    widest = max(head_dim, value_dim)
+    if widest > 256 or (len(gives) > 1 and widest > 128):
         return ()
-    if head_dim == 64 and value_dim == 64:
-        return BackwardConfig(block_q=128), *small, smallest
-    if head_dim == 128:
-        return BackwardConfig(), BackwardConfig(ds_stages=1), *small, smallest
-    return *small, smallest
+    if widest > 128:
+        return Config(2, 64), Config(2, 64, (2, 1)), Config(1, 64, (2, 1)), Config(1, 64, (1, 1))
+    if widest == 64 or len(gives) == 1:
+        return Config(2, 128), *((Config(2, 64),) if "dq" not in gives or len(gives) == 1 else ()), *small
+    if head_dim == 128 or "dq" not in gives:
+        return Config(), Config(ds_stages=1), *small
+    return small

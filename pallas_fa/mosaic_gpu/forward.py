@@ -7,11 +7,9 @@ softmax. The mask says which tiles are visited and which of them it cuts (`sched
 element by element.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,25 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
 from pallas_fa.mosaic_gpu import elementwise, schedule, tensor_core
-from pallas_fa.mosaic_gpu.arrays import KernelArray
-from pallas_fa.mosaic_gpu.config import ForwardConfig, forward_configs
-from pallas_fa.mosaic_gpu.tiles import Tiles, alike
+from pallas_fa.mosaic_gpu.forward_plan import SUM_COLUMNS, ForwardPlan
 from pallas_fa.problem import Problem
 
 _LOG2E = math.log2(math.e)
 _TILE, _PER_QUERY, _PER_KEY = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers and alignment take
-_SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, interpret: bool = False):
     """(out [B, T, N, Hv], log-sum-exp [B, T, N] float32). `interpret`: for JAX's GPU interpret mode."""
-    plan = _Plan.of(problem, score, mask, interpret)
+    plan = ForwardPlan.of(problem, score, mask, interpret)
     dims, config = problem.dims, plan.config
     blocks = -(-dims.T // config.block_q)
     section = 1 if mask is None else schedule.section(dims.B * dims.N, config.head_section)
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
-    if plan.visit_table:
+    if mask is not None and plan.visit_table:
         arrays.append(schedule.visit_table(mask, config.block_q, dims.T, dims.S, config.block_kv))
 
     def flash_attention_forward(*refs, **scratch):
@@ -62,93 +56,6 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
     return out, jnp.swapaxes(lse[:, :, : dims.T], 1, 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """All that is static in one kernel. `arrays` describes the leaves of (score, mask), of structure `tree`."""
-
-    problem: Problem
-    config: ForwardConfig
-    arrays: tuple[KernelArray, ...]
-    tree: Any
-    q: Tiles
-    k: Tiles
-    v: Tiles
-    out: Tiles
-    visit_table: bool
-    interpret: bool
-
-    @classmethod
-    def of(cls, problem: Problem, score: Any, mask: Any, interpret: bool) -> "_Plan":
-        T, S = problem.dims.T, problem.dims.S
-        shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
-        q, k = alike(q, k)  # the factors of q k^T meet chunk by chunk,
-        v, out = alike(v, out)  # and the chunks of p v are those of v
-        leaves, tree = jax.tree.flatten((score, mask))
-        arrays = tuple(map(KernelArray.of, leaves))
-        configs = (problem.config,) if problem.config else forward_configs(q.padded_dim, v.padded_dim)
-        plans = [cls(problem, c, arrays, tree, q, k, v, out, bool(jax.tree.leaves(mask)), interpret) for c in configs]
-        return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
-
-    @property
-    def arrays_always(self) -> bool:
-        """Whether every tile needs its rows and tiles of arrays: scores apply everywhere, masks where they cut."""
-        return any(a.kind in ("row", "tile") for a in self.arrays[: len(jax.tree.leaves(self.problem.score))])
-
-    @property
-    def streamed(self) -> tuple[int, ...]:
-        """Which arrays change from tile to tile of keys."""
-        return tuple(i for i, a in enumerate(self.arrays) if a.kind in ("row", "tile"))
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Which arrays have one value per query."""
-        return tuple(i for i, a in enumerate(self.arrays) if a.kind == "column")
-
-    @property
-    def zeroes_padding(self) -> bool:
-        """Whether values past the key length must be zeroed: there may be NaN, and 0 * NaN is NaN."""
-        return masks.lengths_of(self.problem.mask).kv_lengths is not None
-
-    def shared_memory(self) -> int:
-        """Bytes of shared memory that a block needs, barriers left out."""
-        c = self.config
-        rows = [(self.q, c.block_q), (self.k, c.stages * c.block_kv), (self.v, c.stages * c.block_kv)]
-        rows += [(self.out, c.block_q)] if self.out != self.q else []
-        tiles = sum(x.padded_dim * n * self.problem.dtype.itemsize for x, n in rows)
-        arrays = sum(a.scratch_bytes(c.stages, c.block_q, c.block_kv) for a in self.arrays)
-        return tiles + arrays + 4 * (1 + c.pin_softmax * _SUM_COLUMNS) * c.block_q
-
-    def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers, by name."""
-        c = self.config
-        ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
-        scratch = dict(
-            q_smem=self.q.scratch(c.compute_wgs, rows=64),
-            k_smem=self.k.scratch(c.stages, rows=c.block_kv),
-            v_smem=self.v.scratch(c.stages, rows=c.block_kv),
-            lse_smem=plgpu.SMEM((c.compute_wgs, 64), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=c.compute_wgs * (self.q.chunks + len(self.columns))),
-            k_ready=ring(num_arrivals=self.k.chunks),
-            v_ready=ring(num_arrivals=self.v.chunks),
-            k_free=ring(num_arrivals=c.compute_wgs),
-            v_free=ring(num_arrivals=c.compute_wgs),
-        )
-        if c.pin_softmax:
-            scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, _SUM_COLUMNS), jnp.float32)
-        if self.out != self.q:
-            scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
-        if self.zeroes_padding:
-            scratch["v_loaded"] = plgpu.Barrier(num_arrivals=self.v.chunks)
-        for i in self.columns + self.streamed:
-            scratch[f"array{i}_smem"] = self.arrays[i].scratch(c.stages, c.compute_wgs, 64, c.block_kv)
-        if self.streamed:
-            tiles = sum(c.compute_wgs if self.arrays[i].kind == "tile" else 1 for i in self.streamed)
-            scratch["arrays_ready"] = ring(num_arrivals=tiles)
-            scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
-        return scratch
-
-
 class _Work(NamedTuple):
     """What one block of threads does: its head, its first query, and its steps over tiles of keys.
 
@@ -164,7 +71,7 @@ class _Work(NamedTuple):
     steps: Any
 
 
-def _kernel(plan: _Plan, section: int, q_gmem, k_gmem, v_gmem, *refs, **scratch):
+def _kernel(plan: ForwardPlan, section: int, q_gmem, k_gmem, v_gmem, *refs, **scratch):
     arrays_gmem, (out_gmem, lse_gmem) = refs[:-2], refs[-2:]
     work = _work(plan, section, arrays_gmem)
     wg = lax.axis_index("wg")
@@ -218,7 +125,24 @@ def _divmod(x, divisor):
     return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
 
 
-def _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, *, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free, **scratch):
+def _load(
+    plan,
+    work,
+    q_gmem,
+    k_gmem,
+    v_gmem,
+    arrays_gmem,
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    q_ready,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    **scratch,
+):
     """The load warpgroup: queries once, then keys, arrays and values of every step."""
     c, b, n = plan.config, work.b, work.n
     kv_head = lax.div(n, jnp.int32(plan.problem.group))
@@ -303,7 +227,25 @@ def _array_step(plan, work, i):
     return i - skipped
 
 
-def _compute(plan, work, wg, arrays_gmem, out_gmem, lse_gmem, *, q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, **scratch):
+def _compute(
+    plan,
+    work,
+    wg,
+    arrays_gmem,
+    out_gmem,
+    lse_gmem,
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    lse_smem,
+    q_ready,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    **scratch,
+):
     """One compute warpgroup: 64 queries against every visited tile of keys."""
     c, stages = plan.config, plan.config.stages
     out_smem, out_copied = plan.out.views(scratch.get("out_smem", q_smem))
@@ -318,9 +260,11 @@ def _compute(plan, work, wg, arrays_gmem, out_gmem, lse_gmem, *, q_smem, k_smem,
     plgpu.barrier_arrive(k_free.at[0])
     first_is_cut = not schedule.is_equal(work.cut_end, 0)
     if plan.zeroes_padding:
-        pl.when(wg == 0)(functools.partial(_zero_padding, plan, work, arrays_gmem, v_smem.at[0], v_ready.at[0], scratch["v_loaded"]))
+        pl.when(wg == 0)(
+            functools.partial(_zero_padding, plan, work, arrays_gmem, v_smem.at[0], v_ready.at[0], scratch["v_loaded"])
+        )
     m = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), _PER_QUERY)
-    l = plgpu.layout_cast(jnp.zeros((64, _SUM_COLUMNS), jnp.float32), _TILE)
+    l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), _TILE)
     m, l, p, rescale = softmax(scored(x, jnp.int32(0), first_is_cut), m, l, first_is_cut)
     like_p, p = p, p.astype(plan.problem.dtype)
     acc = (plgpu.layout_cast(jnp.zeros((64, plan.v.chunk), jnp.float32), _TILE),) * plan.v.chunks
@@ -391,8 +335,8 @@ def _softmax(plan, x, m, l, cut):
     p = jnp.exp2(x * factor - lax.broadcast_in_dim(shift, x.shape, [0]))
     rescale = jnp.exp2(m - shift)
     l = l * lax.broadcast_in_dim(rescale, l.shape, [0])
-    for column in range(0, p.shape[1], _SUM_COLUMNS):
-        l = l + p[:, column : column + _SUM_COLUMNS]
+    for column in range(0, p.shape[1], SUM_COLUMNS):
+        l = l + p[:, column : column + SUM_COLUMNS]
     return new_m, l, p, rescale
 
 
@@ -456,7 +400,9 @@ def _array(plan, work, a, wg, slot, arrays_gmem, scratch, shape):
 def _zero_padding(plan, work, arrays_gmem, v, v_ready, v_loaded):
     """Zeroes the values past the key length in the first tile, then announces it."""
     plgpu.barrier_wait(v_loaded)
-    leaves = [arrays_gmem[i][a.index(work.b, work.n)] if a.kind == "scalar" else None for i, a in enumerate(plan.arrays)]
+    leaves = [
+        arrays_gmem[i][a.index(work.b, work.n)] if a.kind == "scalar" else None for i, a in enumerate(plan.arrays)
+    ]
     _, mask = jax.tree.unflatten(plan.tree, leaves)
     length = masks.lengths_of(mask).kv_lengths
     start = work.last * plan.config.block_kv
@@ -471,5 +417,5 @@ def _zero_padding(plan, work, arrays_gmem, v, v_ready, v_loaded):
                 part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 
     plgpu.commit_smem()
-    for _ in range(plan.v.chunks):
+    for _chunk in range(plan.v.chunks):
         plgpu.barrier_arrive(v_ready)

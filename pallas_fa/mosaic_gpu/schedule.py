@@ -4,7 +4,6 @@ For a block of queries the keys are visited from right to left in three runs: ti
 allows wholly, tiles that it cuts. `Visits` says where each run ends.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -60,16 +59,20 @@ def visit_table(mask: masks.Mask, block: int, size: int, other_size: int, tile: 
     return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
 
 
-def transposed_visit_table(mask: masks.Mask, block: int, size: int, other_size: int, tile: int) -> Any:
-    """`visits` of every block of keys of a mask with arrays: int32 [B|1, N|1, blocks, 4].
+def table_of_visits(
+    ask: Any, ask_full: Any, block: int, size: int, other_size: int, tile: int, whole_blocks_only: bool
+) -> Any:
+    """`visits`, possibly of no tile, of every block of a sequence: int32 [B|1, N|1, blocks, 4].
 
-    In a ragged last block of keys no tile is full: its tail holds no keys.
+    `ask`, `ask_full`: the mask's questions, such as `mask.q_range` and `mask.full_q_range`. `whole_blocks_only`: no tile
+    counts as full for a ragged last block.
     """
     starts = np.arange(0, size, block)
-    ends = np.minimum(starts + block, size)
-    lo, hi = mask.full_q_range(starts, ends)
-    full = lo, jnp.where(starts + block <= size, hi, lo)
-    found = [jnp.asarray(x, jnp.int32) for x in visits(mask.q_range(starts, ends), full, other_size, tile, 0)]
+    lo, hi = ask_full(starts, np.minimum(starts + block, size))
+    if whole_blocks_only:
+        hi = jnp.where(starts + block <= size, hi, lo)
+    found = visits(ask(starts, np.minimum(starts + block, size)), (lo, hi), other_size, tile, 0)
+    found = [jnp.asarray(x, jnp.int32) for x in found]
     shape = jnp.broadcast_shapes((1, 1, len(starts)), *(x.shape for x in found))
     return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
 

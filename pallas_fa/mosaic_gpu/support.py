@@ -27,7 +27,7 @@ def supports(problem: Problem) -> str | None:
     return _config_reason(problem) or _capability_reason() or _functions_reason(problem) or _arrays_reason(problem)
 
 
-def cuda_devices() -> list[jax.Device]:
+def cuda_devices() -> list[Any]:
     """The CUDA GPUs of this machine."""
     try:
         return jax.devices("cuda")
@@ -46,7 +46,9 @@ def _config_reason(problem):
 def _capability_reason():
     """GPUs that are there must be Hopper; where none is, a program may be lowered for one all the same."""
     found = sorted({str(getattr(device, "compute_capability", "?")) for device in cuda_devices()})
-    return None if found in ([], ["9.0"]) else f"a GPU of compute capability {', '.join(found)}; its kernels are for 9.0"
+    return (
+        None if found in ([], ["9.0"]) else f"a GPU of compute capability {', '.join(found)}; its kernels are for 9.0"
+    )
 
 
 def _functions_reason(problem):

@@ -1,0 +1,105 @@
+"""What is static in one forward kernel: its tiles, its arrays, its shared memory."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa import masks
+from pallas_fa.mosaic_gpu.arrays import KernelArray
+from pallas_fa.mosaic_gpu.config import ForwardConfig, forward_configs
+from pallas_fa.mosaic_gpu.tiles import Tiles, alike
+from pallas_fa.problem import Problem
+
+SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers and alignment take
+SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """All that is static in one kernel. `arrays` describes the leaves of (score, mask), of structure `tree`."""
+
+    problem: Problem
+    config: ForwardConfig
+    arrays: tuple[KernelArray, ...]
+    tree: Any
+    q: Tiles
+    k: Tiles
+    v: Tiles
+    out: Tiles
+    visit_table: bool
+    interpret: bool
+
+    @classmethod
+    def of(cls, problem: Problem, score: Any, mask: Any, interpret: bool) -> "ForwardPlan":
+        T, S = problem.dims.T, problem.dims.S
+        shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
+        q, k, v, out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
+        q, k = alike(q, k)  # the factors of q k^T meet chunk by chunk,
+        v, out = alike(v, out)  # and the chunks of p v are those of v
+        leaves, tree = jax.tree.flatten((score, mask))
+        arrays = tuple(map(KernelArray.of, leaves))
+        configs = (problem.config,) if problem.config else forward_configs(q.padded_dim, v.padded_dim)
+        plans = [cls(problem, c, arrays, tree, q, k, v, out, bool(jax.tree.leaves(mask)), interpret) for c in configs]
+        return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
+
+    @property
+    def arrays_always(self) -> bool:
+        """Whether every tile needs its rows and tiles of arrays: scores apply everywhere, masks where they cut."""
+        return any(a.kind in ("row", "tile") for a in self.arrays[: len(jax.tree.leaves(self.problem.score))])
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Which arrays change from tile to tile of keys."""
+        return tuple(i for i, a in enumerate(self.arrays) if a.kind in ("row", "tile"))
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Which arrays have one value per query."""
+        return tuple(i for i, a in enumerate(self.arrays) if a.kind == "column")
+
+    @property
+    def zeroes_padding(self) -> bool:
+        """Whether values past the key length must be zeroed: there may be NaN, and 0 * NaN is NaN."""
+        return masks.lengths_of(self.problem.mask).kv_lengths is not None
+
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a block needs, barriers left out."""
+        c = self.config
+        rows = [(self.q, c.block_q), (self.k, c.stages * c.block_kv), (self.v, c.stages * c.block_kv)]
+        rows += [(self.out, c.block_q)] if self.out != self.q else []
+        tiles = sum(x.padded_dim * n * self.problem.dtype.itemsize for x, n in rows)
+        arrays = sum(a.scratch_bytes(c.stages, c.block_q, c.block_kv) for a in self.arrays)
+        return tiles + arrays + 4 * (1 + c.pin_softmax * SUM_COLUMNS) * c.block_q
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers, by name."""
+        c = self.config
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
+        scratch: dict[str, Any] = dict(
+            q_smem=self.q.scratch(c.compute_wgs, rows=64),
+            k_smem=self.k.scratch(c.stages, rows=c.block_kv),
+            v_smem=self.v.scratch(c.stages, rows=c.block_kv),
+            lse_smem=plgpu.SMEM((c.compute_wgs, 64), jnp.float32),
+            q_ready=plgpu.Barrier(num_arrivals=c.compute_wgs * (self.q.chunks + len(self.columns))),
+            k_ready=ring(num_arrivals=self.k.chunks),
+            v_ready=ring(num_arrivals=self.v.chunks),
+            k_free=ring(num_arrivals=c.compute_wgs),
+            v_free=ring(num_arrivals=c.compute_wgs),
+        )
+        if c.pin_softmax:
+            scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
+        if self.out != self.q:
+            scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
+        if self.zeroes_padding:
+            scratch["v_loaded"] = plgpu.Barrier(num_arrivals=self.v.chunks)
+        for i in self.columns + self.streamed:
+            scratch[f"array{i}_smem"] = self.arrays[i].scratch(c.stages, c.compute_wgs, 64, c.block_kv)
+        if self.streamed:
+            tiles = sum(c.compute_wgs if self.arrays[i].kind == "tile" else 1 for i in self.streamed)
+            scratch["arrays_ready"] = ring(num_arrivals=tiles)
+            scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
+        return scratch

@@ -1,0 +1,200 @@
+"""Which implementation runs, what explain says, and that problems fail while tracing and platforms while lowering."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import dispatch, masks, scores
+from pallas_fa.problem import normalise
+
+NAMES = ("mosaic_gpu", "xla", "reference")
+
+
+def inputs(dtype="float32", H=8):
+    return tuple(jnp.ones((2, n, heads, H), dtype) for n, heads in ((4, 4), (6, 2), (6, 2)))
+
+
+def problem(**keywords):
+    return normalise(*inputs(**{k: keywords.pop(k) for k in ("dtype", "H") if k in keywords}), **keywords)[0]
+
+
+def lines(*args, **keywords):
+    """What explain says, by implementation."""
+    return dict(line.split(": ", 1) for line in pallas_fa.explain(*args, **keywords).splitlines())
+
+
+# ---- choose ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ("xla", "reference"))
+def test_a_name_is_taken_at_its_word(name):
+    assert dispatch.choose(problem(), name).name == name
+
+
+def test_none_takes_what_is_exact():
+    """The kernels multiply in 16 bits: float32 goes to xla without a word."""
+    assert dispatch.choose(problem(), None).name == "xla"
+
+
+def test_a_tuple_is_tried_in_order():
+    assert dispatch.choose(problem(), ("reference", "xla")).name == "reference"
+    assert dispatch.choose(problem(), ("xla", "reference")).name == "xla"
+    assert dispatch.choose(problem(), ("mosaic_gpu", "reference", "xla")).name == "reference"
+    assert dispatch.choose(problem(), ["reference"]).name == "reference"
+    assert dispatch.choose(problem(config="tiles"), ("xla", "reference")).name == "reference"
+
+
+def test_the_error_of_a_name_gives_the_reason():
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError) as error:
+        pallas_fa.dot_product_attention(q, k, v, implementation="mosaic_gpu")
+    message = str(error.value)
+    assert "implementation='mosaic_gpu'" in message and "implementation=None" in message
+    assert "float32" in message and dispatch.supports("mosaic_gpu", problem()) in message
+
+
+def test_the_error_of_a_tuple_lists_all_reasons():
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError) as error:
+        pallas_fa.dot_product_attention(q, k, v, config="tiles", implementation=("mosaic_gpu", "xla"))
+    message = str(error.value)
+    for name in ("mosaic_gpu", "xla"):
+        assert f"{name}: {dispatch.supports(name, problem(config='tiles'))}" in message
+    assert "config='tiles'" in message and "implementation=('mosaic_gpu', 'xla')" in message
+
+
+@pytest.mark.parametrize("value", ("cudnn", ("xla", "triton"), ["flash"], "XLA"), ids=repr)
+def test_unknown_names_list_the_known_ones(value):
+    q, k, v = inputs()
+    for function in (pallas_fa.dot_product_attention, pallas_fa.explain):
+        with pytest.raises(ValueError) as error:
+            function(q, k, v, implementation=value)
+        message = str(error.value)
+        assert f"implementation={value!r}" in message and "not known" in message
+        assert all(repr(name) in message for name in NAMES)
+
+
+@pytest.mark.parametrize("value", ((), 3, ("xla", None), True, {"xla"}), ids=repr)
+def test_what_is_no_name_is_a_type_error(value):
+    q, k, v = inputs()
+    with pytest.raises(TypeError) as error:
+        pallas_fa.dot_product_attention(q, k, v, implementation=value)
+    assert f"implementation={value!r}" in str(error.value) and all(name in str(error.value) for name in NAMES)
+
+
+def test_problems_are_values():
+    """What is static is equal and hashes equal, so that programs are shared; what is not makes another problem."""
+    ids = np.zeros((2, 4), int), np.zeros((2, 6), int)
+    make = lambda **kw: problem(mask=masks.Segments(*ids) & masks.Window(3, 0), score=scores.SoftCap(2.0), **kw)
+    assert make() == make() and hash(make()) == hash(make())
+    others = (problem(), make(scale=0.5), make(dtype="bfloat16"), make(precision="highest"), make(H=16))
+    others += (make(deterministic_gradients=True), make(bias=np.ones((4, 6), np.float32)), make(is_causal=True))
+    assert len({make(), *others}) == 9
+
+
+# ---- explain --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_explain_says_which_and_why_not():
+    said = lines(*inputs(), is_causal=True)
+    assert tuple(said) == NAMES
+    assert said["mosaic_gpu"].startswith("cannot: float32 inputs")
+    assert said["xla"].startswith("runs this call")
+    assert said["reference"] == "could, but only when named"
+
+
+def test_explain_follows_the_order_that_is_given():
+    said = lines(*inputs(), implementation=("reference", "xla"))
+    assert said["reference"].startswith("runs this call")
+    assert said["xla"].startswith("could") and "later in the order" in said["xla"]
+    assert lines(*inputs(), implementation="reference")["xla"] == "could, but only when named"
+
+
+def test_explain_when_none_can():
+    said = lines(*inputs(), config="tiles")
+    assert all(said[name].startswith("cannot: ") and "tiles" in said[name] for name in ("xla",))
+    assert not any("runs" in verdict for verdict in said.values())
+
+
+@pytest.mark.parametrize(
+    "keywords, reason",
+    (
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16", "H": 12}, "H=12"),
+        ({"dtype": "bfloat16", "H": 264}, "H=264"),
+    ),
+    ids=("float32", "H=12", "H=264"),
+)
+def test_explain_names_what_the_kernels_cannot_do(keywords, reason):
+    said = lines(*inputs(**keywords))
+    assert said["mosaic_gpu"].startswith("cannot: ") and reason in said["mosaic_gpu"]
+    assert said["xla"].startswith("runs this call")
+
+
+def test_explain_takes_shapes_and_computes_nothing():
+    """Arrays of a terabyte; all that can be an array may be a shape."""
+    shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
+    q, k = shape(64, 2**17, 32, 128), shape(64, 2**17, 8, 128)
+    ids, lengths = shape(64, 2**17, dtype=jnp.int32), shape(64, dtype=jnp.int32)
+    said = lines(
+        q, k, k, shape(32, 1, 2**17), shape(2**17, 2**17, dtype=jnp.bool_), scale=shape(), is_causal=True,
+        query_seq_lengths=lengths, key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids,
+        local_window_size=(4096, 0), logits_soft_cap=30.0, score=scores.Alibi(shape(32)), precision="highest",
+        return_residual=True,
+    )  # fmt: skip
+    assert said["xla"].startswith("runs this call")
+
+
+def test_explain_takes_numpy_arrays_masks_and_scores():
+    q, k, v = (np.asarray(x) for x in inputs())
+    said = lines(q, k, v, None, masks.Segments(np.zeros((2, 4), int), np.zeros((2, 6), int)), score=scores.SoftCap(2.0))
+    assert said["xla"].startswith("runs this call")
+
+
+def test_explain_agrees_with_choose():
+    for keywords in ({}, {"implementation": "reference"}, {"implementation": ("reference", "xla")}):
+        said = lines(*inputs(), **keywords)
+        (chosen,) = (name for name, verdict in said.items() if verdict.startswith("runs this call"))
+        assert chosen == dispatch.choose(problem(), keywords.get("implementation")).name
+
+
+# ---- platforms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("platform", ("cpu", "cuda", "tpu"))
+def test_xla_lowers_for_every_platform_from_any_machine(platform):
+    attend = jax.jit(functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="xla"))
+    gradient = jax.jit(jax.grad(lambda *x: attend(*x).sum()))
+    assert "while" in gradient.trace(*inputs()).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_the_default_exports():
+    """One platform for each export; a saved program runs as it did."""
+    attend = jax.jit(functools.partial(pallas_fa.dot_product_attention, is_causal=True))
+    arguments = inputs()
+    exported = jax.export.export(attend, platforms=("cpu",))(*arguments)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(*arguments), attend(*arguments))
+
+
+def test_nothing_in_the_environment_changes_the_choice():
+    """The choice depends on the call and the platform; fresh processes with odd variables say the same."""
+    code = "import jax.numpy as jnp, pallas_fa; print(pallas_fa.explain(*[jnp.ones((1, 8, 2, 8))] * 3))"
+    said = [
+        subprocess.run([sys.executable, "-c", code], env={**_environment(), **extra}, capture_output=True, text=True, check=True)
+        for extra in ({}, {"PALLAS_FA_IMPLEMENTATION": "reference", "JAX_TRACEBACK_FILTERING": "off"})
+    ]
+    assert said[0].stdout == said[1].stdout != ""
+
+
+def _environment():
+    import os
+
+    return dict(os.environ)

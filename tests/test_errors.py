@@ -1,0 +1,346 @@
+"""Bad input: each error has the right type and says which argument, its value, the rule and the remedy.
+
+All calls here are traced with shapes only, so that an error is known to come before anything is computed.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import masks, scores
+
+B, T, S, N, K, H = 2, 5, 6, 4, 2, 8
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+GOOD = {"query": shape(B, T, N, H), "key": shape(B, S, K, H), "value": shape(B, S, K, H)}
+
+
+def call(arguments):
+    """The call with these arguments replaced, traced. ShapeDtypeStructs become tracers, all else stays what it is."""
+    arguments = {**GOOD, **arguments}
+    abstract = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rest = {name: x for name, x in arguments.items() if name not in abstract}
+    return jax.eval_shape(lambda a: pallas_fa.dot_product_attention(**a, **rest), abstract)
+
+
+def ints(*dims):
+    return shape(*dims, dtype=jnp.int32)
+
+
+def bools(*dims):
+    return shape(*dims, dtype=jnp.bool_)
+
+
+# name: (arguments, error, what the message says: the argument, its value, the rule, the remedy)
+BAD = {
+    # shapes of query, key, value
+    "heads not a multiple": (
+        {"query": shape(B, T, 5, H)},
+        ValueError,
+        ("query", "key", "N=5", "K=2", "multiple", "(2, 5, 5, 8)", "transpose"),
+    ),
+    "fewer query heads than key heads": (
+        {"query": shape(B, T, 1, H)},
+        ValueError,
+        ("N=1", "K=2", "multiple", "n // (N // K)"),
+    ),
+    "no key heads": (
+        {"key": shape(B, S, 0, H), "value": shape(B, S, 0, H)},
+        ValueError,
+        ("K=0", "multiple", "(2, 6, 0, 8)"),
+    ),
+    "value heads": (
+        {"value": shape(B, S, 4, H)},
+        ValueError,
+        ("key.shape=(2, 6, 2, 8)", "value.shape=(2, 6, 4, 8)", "different numbers of heads", "Repeat"),
+    ),
+    "head dims": (
+        {"key": shape(B, S, K, 16)},
+        ValueError,
+        ("query.shape=(2, 5, 4, 8)", "key.shape=(2, 6, 2, 16)", "head dims", "Project"),
+    ),
+    "head dim of 0": (
+        {"query": shape(B, T, N, 0), "key": shape(B, S, K, 0)},
+        ValueError,
+        ("head dim", "query.shape=(2, 5, 4, 0)", "at least 1"),
+    ),
+    "batch dims of the key": (
+        {"key": shape(3, S, K, H)},
+        ValueError,
+        ("batch dims", "query.shape=(2, 5, 4, 8)", "key.shape=(3, 6, 2, 8)", "jnp.broadcast_to"),
+    ),
+    "batch dims of the value": ({"value": shape(S, K, H)}, ValueError, ("batch dims", "value.shape=(6, 2, 8)", "broadcast")),
+    "lengths of key and value": (
+        {"value": shape(B, 7, K, H)},
+        ValueError,
+        ("key.shape=(2, 6, 2, 8)", "value.shape=(2, 7, 2, 8)", "lengths", "one value"),
+    ),
+    "too few dims of the query": (
+        {"query": shape(T, H)},
+        ValueError,
+        ("query.shape=(5, 8)", "too few dims", "[*B, T, N, H]", "Add"),
+    ),
+    "too few dims of the value": ({"value": shape(H)}, ValueError, ("value.shape=(8,)", "too few dims", "[*B, S, K, Hv]")),
+    # dtypes of query, key, value
+    "one other dtype": (
+        {"key": shape(B, S, K, H, dtype=jnp.bfloat16)},
+        ValueError,
+        ("query.dtype=float32", "key.dtype=bfloat16", "value.dtype=float32", "one dtype", ".astype"),
+    ),
+    "integer query": (
+        {"query": ints(B, T, N, H)},
+        TypeError,
+        ("query.dtype=int32", "float", ".astype"),
+    ),
+    "bool value": ({"value": bools(B, S, K, H)}, TypeError, ("value.dtype=bool", "float", ".astype")),
+    "complex key": (
+        {"key": shape(B, S, K, H, dtype=jnp.complex64)},
+        TypeError,
+        ("key.dtype=complex64", "float"),
+    ),
+    "query of no array type": ({"query": "hello"}, TypeError, ("query", "str", "float array", "[*B,")),
+    "query of None": ({"query": None}, TypeError, ("query", "NoneType", "float array")),
+    # mask
+    "integer mask": (
+        {"mask": ints(B, 1, T, S)},
+        TypeError,
+        ("mask.dtype=int32", "bool", "mask != 0", "bias="),
+    ),
+    "float mask": ({"mask": shape(T, S)}, TypeError, ("mask.dtype=float32", "bool", "bias=")),
+    "mask not broadcastable": (
+        {"mask": bools(B, 3, T, S)},
+        ValueError,
+        ("mask.shape=(2, 3, 5, 6)", "broadcastable", "(2, 4, 5, 6)", "size 1"),
+    ),
+    "mask of key heads": ({"mask": bools(K, 1, S)}, ValueError, ("mask.shape=(2, 1, 6)", "broadcastable", "(2, 4, 5, 6)")),
+    "mask [B, T, S]": (
+        {"mask": bools(B, T, S)},
+        ValueError,
+        ("mask.shape=(2, 5, 6)", "broadcastable", "mask[:, None]"),
+    ),
+    "mask of too many dims": (
+        {"mask": bools(1, B, N, T, S)},
+        ValueError,
+        ("mask.shape=(1, 2, 4, 5, 6)", "broadcastable", "(2, 4, 5, 6)"),
+    ),
+    # bias
+    "integer bias": ({"bias": ints(T, S)}, TypeError, ("bias.dtype=int32", "float", "mask=")),
+    "bool bias": ({"bias": bools(T, S)}, TypeError, ("bias.dtype=bool", "float", "mask=")),
+    "bias not broadcastable": (
+        {"bias": shape(N, S, T)},
+        ValueError,
+        ("bias.shape=(4, 6, 5)", "broadcastable", "(2, 4, 5, 6)", "bias[:, None]"),
+    ),
+    # numbers
+    "soft cap of 0": ({"logits_soft_cap": 0.0}, ValueError, ("logits_soft_cap=0.0", "positive", "None")),
+    "negative soft cap": ({"logits_soft_cap": -3}, ValueError, ("logits_soft_cap=-3", "positive", "None")),
+    "infinite soft cap": ({"logits_soft_cap": math.inf}, ValueError, ("logits_soft_cap=inf", "finite", "None")),
+    "soft cap of NaN": ({"logits_soft_cap": math.nan}, ValueError, ("logits_soft_cap=nan", "positive", "None")),
+    "traced soft cap": ({"logits_soft_cap": shape()}, TypeError, ("logits_soft_cap=", "float > 0", "scores.Custom")),
+    "infinite scale": ({"scale": math.inf}, ValueError, ("scale=inf", "finite", "Leave it out", "0.3536")),
+    "scale of heads": ({"scale": shape(N)}, TypeError, ("scale=", "float32[4]", "scalar", "None")),
+    "integer scale array": ({"scale": ints()}, TypeError, ("scale=", "int32", "float")),
+    "negative window": ({"local_window_size": (-1, 3)}, ValueError, ("local_window_size=(-1, 3)", "negative", "0 keeps")),
+    "negative window of one int": ({"local_window_size": -2}, ValueError, ("local_window_size=-2", "negative", "0 keeps")),
+    "window of three": ({"local_window_size": (1, 2, 3)}, TypeError, ("local_window_size=(1, 2, 3)", "pair", "None")),
+    "window of floats": ({"local_window_size": (1.5, 2)}, TypeError, ("local_window_size=(1.5, 2)", "ints", "None")),
+    "infinite window": ({"local_window_size": (math.inf, 0)}, (TypeError, ValueError), ("local_window_size=(inf, 0)", "None")),
+    "traced window": ({"local_window_size": ints()}, TypeError, ("local_window_size=", "int", "pair", "None")),
+    "traced is_causal": ({"is_causal": bools()}, TypeError, ("is_causal=", "True or False")),
+    "is_causal of 1": ({"is_causal": 1}, TypeError, ("is_causal=1", "True or False")),
+    "deterministic_gradients of None": (
+        {"deterministic_gradients": None},
+        TypeError,
+        ("deterministic_gradients=None", "True or False"),
+    ),
+    # sequence lengths
+    "query lengths per position": (
+        {"query_seq_lengths": ints(B, T)},
+        ValueError,
+        ("query_seq_lengths.shape=(2, 5)", "[*B] = (2,)", "broadcast_to"),
+    ),
+    "scalar key lengths": (
+        {"key_value_seq_lengths": ints()},
+        ValueError,
+        ("key_value_seq_lengths.shape=()", "[*B] = (2,)", "broadcast_to"),
+    ),
+    "float key lengths": (
+        {"key_value_seq_lengths": shape(B)},
+        TypeError,
+        ("key_value_seq_lengths.dtype=float32", "integer", ".astype(jnp.int32)"),
+    ),
+    "bool query lengths": (
+        {"query_seq_lengths": bools(B)},
+        TypeError,
+        ("query_seq_lengths.dtype=bool", "integer", ".astype"),
+    ),
+    # segment ids
+    "only query segment ids": (
+        {"query_segment_ids": ints(B, T)},
+        ValueError,
+        ("key_value_segment_ids is None", "both or neither", "twice"),
+    ),
+    "only key segment ids": (
+        {"key_value_segment_ids": ints(B, S)},
+        ValueError,
+        ("query_segment_ids is None", "both or neither", "twice"),
+    ),
+    "query segment ids of the wrong length": (
+        {"query_segment_ids": ints(B, S), "key_value_segment_ids": ints(B, S)},
+        ValueError,
+        ("query_segment_ids.shape=(2, 6)", "[*B, T] = (2, 5)", "broadcast_to"),
+    ),
+    "segment ids without a batch": (
+        {"query_segment_ids": ints(B, T), "key_value_segment_ids": ints(S)},
+        ValueError,
+        ("key_value_segment_ids.shape=(6,)", "[*B, S] = (2, 6)", "broadcast_to"),
+    ),
+    "float segment ids": (
+        {"query_segment_ids": shape(B, T), "key_value_segment_ids": shape(B, S)},
+        TypeError,
+        ("query_segment_ids.dtype=float32", "integer", ".astype(jnp.int32)"),
+    ),
+    # the rest
+    "function as score": ({"score": jnp.tanh}, TypeError, ("score", "scores.Custom(fn)", "scores.Bias(array)")),
+    "array as score": ({"score": np.ones((T, S))}, TypeError, ("score", "ndarray", "scores.Bias(array)")),
+    "unknown precision": ({"precision": "perfect"}, ValueError, ("precision='perfect'", "'highest'", "jax.lax")),
+    "precision of a wrong type": ({"precision": 3.5}, ValueError, ("precision=3.5", "'highest'", "jax.lax")),
+    # masks and scores against the call
+    "array of a Segments mask": (
+        {"mask": masks.Segments(np.zeros((B, S), int), np.zeros((B, S), int))},
+        ValueError,
+        ("q_ids.shape=(2, 6)", "[B, T]", "(2, 5)", "Reshape"),
+    ),
+    "offsets of a Causal mask": (
+        {"mask": masks.Causal(offset=np.zeros(3, int))},
+        ValueError,
+        ("offset.shape=(3,)", "[B]", "(2,)"),
+    ),
+    "lengths of a Lengths mask per position": (
+        {"mask": masks.Lengths(np.zeros((B, 1, T, 1), int))},
+        ValueError,
+        ("q_lengths.shape=", "varies over positions", "[*B]"),
+    ),
+    "array of a Custom mask": (
+        {"mask": masks.Custom(lambda b, n, t, s, x: x, np.ones((3, T, S), bool))},
+        ValueError,
+        ("arrays[0].shape=(3, 5, 6)", "broadcastable", "(2, 4, 5, 6)"),
+    ),
+    "slopes of Alibi": (
+        {"score": scores.Alibi(np.ones(K))},
+        ValueError,
+        ("slopes.shape=(2,)", "[B, N]", "(2, 4)"),
+    ),
+    "array of a Custom score": (
+        {"score": scores.Custom(lambda x, b, n, t, s, a: x * a, np.ones((N, T)))},
+        ValueError,
+        ("arrays[0].shape=(4, 5)", "broadcastable", "(2, 4, 5, 6)"),
+    ),
+    "array of a Bias in a chain": (
+        {"score": scores.SoftCap(2.0).then(scores.Bias(np.ones((3, 1, 1))))},
+        ValueError,
+        ("bias.shape=(3, 1, 1)", "broadcastable", "(2, 4, 5, 6)"),
+    ),
+}  # fmt: skip
+
+_SMOKE = ("heads not a multiple", "mask not broadcastable", "only key segment ids", "negative window")
+
+
+def check(error, kind, says):
+    assert isinstance(error.value, kind)
+    message = str(error.value)
+    missing = [part for part in says if part not in message]
+    assert not missing, f"the message does not say {missing}:\n{message}"
+    assert len(message) >= 40 and len(re.findall(r"\w+", message)) >= 8, f"in more than a few words:\n{message}"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.smoke) if x in _SMOKE else x for x in BAD])
+def test_bad_input(name):
+    arguments, kind, says = BAD[name]
+    with pytest.raises(kind) as error:
+        call(arguments)
+    check(error, kind, says)
+
+
+@pytest.mark.parametrize("name", ("heads not a multiple", "integer query", "only query segment ids", "float mask"))
+def test_explain_raises_the_same(name):
+    arguments, kind, says = BAD[name]
+    with pytest.raises(kind) as error:
+        pallas_fa.explain(**{**GOOD, **arguments})
+    check(error, kind, says)
+
+
+def test_good_input_is_not_refused():
+    """The call that all of these vary is a good one, and so are the borders of what is refused."""
+    assert call({}).shape == (B, T, N, H)
+    for arguments in (
+        {"local_window_size": (0, 0)},
+        {"local_window_size": np.int64(3)},
+        {"local_window_size": (None, None)},
+        {"local_window_size": (3.0, 2)},
+        {"logits_soft_cap": 1e-3},
+        {"logits_soft_cap": 30},
+        {"scale": 0},
+        {"scale": -1.0},
+        {"scale": np.float32(0.5)},
+        {"is_causal": np.True_},
+        {"query_seq_lengths": [3, 4], "key_value_seq_lengths": shape(B, dtype=jnp.uint8)},
+        {"precision": ("default", "highest")},
+        {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
+        {"mask": bools(), "bias": shape()},
+        {"implementation": ("xla", "reference")},
+    ):
+        assert call(arguments).shape == (B, T, N, H), arguments
+
+
+# ---- constructors ---------------------------------------------------------------------------------------------------
+
+BAD_CONSTRUCTION = {
+    "align": (lambda: masks.Causal("left"), ValueError, ("align='left'", "'top_left'", "'bottom_right'")),
+    "offset of half": (lambda: masks.Causal(offset=0.5), TypeError, ("offset=0.5", "int")),
+    "offset of a float array": (lambda: masks.Causal(offset=np.ones(2)), TypeError, ("offset.dtype=float64", "int32")),
+    "offset of infinity": (lambda: masks.Causal(offset=math.inf), (TypeError, ValueError), ("offset=inf", "int")),
+    "window": (lambda: masks.Window(-1), ValueError, ("left=-1", ">= 0", "Use 0")),
+    "window of half": (lambda: masks.Window(None, 1.5), TypeError, ("right=1.5", "int", "None")),
+    "window of infinity": (lambda: masks.Window(math.inf), (TypeError, ValueError), ("left=inf", "None")),
+    "window of an array": (lambda: masks.Window(np.ones(2, int)), TypeError, ("left=", "int", "None")),
+    "segments of floats": (
+        lambda: masks.Segments(np.ones((2, 3)), np.ones((2, 3), int)),
+        TypeError,
+        ("q_ids.dtype=float64", "integer", ".astype(jnp.int32)"),
+    ),
+    "segments of None": (lambda: masks.Segments(None, np.ones((2, 3), int)), TypeError, ("q_ids", "NoneType", "int array")),
+    "lengths of bools": (lambda: masks.Lengths(np.ones(2, bool)), TypeError, ("q_lengths.dtype=bool", "integer")),
+    "dense of ints": (lambda: masks.Dense(np.ones((2, 2), int)), TypeError, ("int64", "bool array", "array != 0", "bias=")),
+    "dense of a list": (lambda: masks.Dense([True]), TypeError, ("list", "bool array", "array != 0")),
+    "custom of an array": (lambda: masks.Custom(np.ones(2)), TypeError, ("fn=", "function", "(b, n, t, s, *slices)")),
+    "custom ranges": (lambda: masks.Custom(abs, ranges=(0, 5)), TypeError, ("ranges=(0, 5)", "Mask", "Window(128, 0)")),
+    "custom arrays": (lambda: masks.Custom(abs, "text"), TypeError, ("arrays", "str", "broadcastable")),
+    "and with an array": (lambda: masks.Causal() & np.ones((2, 2), bool), TypeError, ("Mask &", "ndarray", "Dense(array)")),
+    "array and a mask": (lambda: [True] & masks.Causal(), TypeError, ("Mask &", "list", "Dense(array)")),
+    "or with an array": (lambda: masks.Causal() | jnp.ones((2, 2), bool), TypeError, ("Mask |", "Dense(array)")),
+    "or with None": (lambda: None | masks.Causal(), TypeError, ("Mask |", "NoneType", "Dense(array)")),
+    "soft cap": (lambda: scores.SoftCap(0), ValueError, ("cap=0", "positive", "Leave the soft cap out")),
+    "soft cap of an array": (lambda: scores.SoftCap(jnp.ones(())), TypeError, ("cap=", "float", "scores.Custom(fn, cap)")),
+    "slopes of ints": (lambda: scores.Alibi(np.ones(4, int)), TypeError, ("slopes.dtype=int64", "float", ".astype")),
+    "bias of bools": (lambda: scores.Bias(np.ones(4, bool)), TypeError, ("array.dtype=bool", "float", ".astype")),
+    "custom score": (lambda: scores.Custom(3), TypeError, ("fn=3", "function", "(x, b, n, t, s, *slices)")),
+    "then": (lambda: scores.SoftCap(1).then(jnp.tanh), TypeError, ("then", "Score", "scores.Custom(fn)")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CONSTRUCTION)
+def test_bad_masks_and_scores(name):
+    build, kind, says = BAD_CONSTRUCTION[name]
+    with pytest.raises(kind) as error:
+        build()
+    check(error, kind, says)

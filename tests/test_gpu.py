@@ -1,0 +1,119 @@
+"""The compiled kernels on a GPU: the table against float64 truth, reruns, memory. Run with `pytest -m gpu`.
+
+On one GPU, several workers need `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import masks
+from tests.cases import TABLE, Case
+
+pytestmark = pytest.mark.gpu
+DTYPES = ("bfloat16", "float16")
+KERNEL_CASES = tuple(dict.fromkeys(dataclasses.replace(case, dtype=DTYPES[i % 2]) for i, case in enumerate(TABLE)))
+WIDE_CASES = tuple(
+    Case(333, 517, mask, score, DTYPES[i % 2], N=4, K=2, H=H, Hv=Hv)
+    for i, (mask, score, H, Hv) in enumerate(
+        (mask, score, H, Hv)
+        for H, Hv in ((64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (64, 128), (128, 64))
+        for mask, score in (("packed", "plain"), ("dense", "bias"), ("lengths", "soft_cap"), ("causal", "everything"))
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Outputs of the next call are likely to lie where this NaN lay."""
+    for size in (2**12, 2**16, 2**20, 2**24):
+        jax.block_until_ready(jnp.full((size,), jnp.nan, jnp.float32)).delete()
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES, ids=str)
+def test_kernels_are_accurate(case, check):
+    check(case, "mosaic_gpu", gradients=True)
+
+
+@pytest.mark.parametrize("case", WIDE_CASES[:3] + WIDE_CASES[8:9], ids=str)
+def test_a_thousand_reruns_are_bitwise_equal(case):
+    inputs = case.inputs()
+    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", return_residual=True)
+    run = jax.jit(lambda q, k, v, arrays: call(q, k, v, **inputs.keywords(arrays)))
+    first = run(*inputs.qkv, inputs.arrays)
+
+    @jax.jit
+    def differences(one, other):
+        return sum(jnp.sum((a != b) & ~((a == -jnp.inf) & (b == -jnp.inf))) for a, b in zip(one, other, strict=True))
+
+    different = jnp.zeros((), jnp.int32)
+    for _ in range(1000):
+        different += differences(first, run(*inputs.qkv, inputs.arrays))
+    assert different == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 1024, 8, 128), (2, 799, 4, 72), (3, 1023, 6, 64)], ids=str)
+def test_no_copy_of_the_inputs_is_made(shape):
+    """In the compiled program nothing pads, copies or transposes q, k or v, and nothing is as large as they are."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    call = functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="mosaic_gpu")
+    text = jax.jit(call).lower(x, x, x).compile().as_text()
+    sized = ",".join(map(str, shape))
+    moved = [
+        line
+        for line in text.splitlines()
+        if re.search(r"= bf16\[.*\b(pad|copy|transpose|fusion|slice)\(", line.split("metadata")[0])
+    ]
+    assert not moved, moved
+    assert f"bf16[{sized}]" in text
+
+
+def test_padding_may_hold_nan():
+    q_lengths, kv_lengths = jnp.array([500, 10, 100, 0]), jnp.array([300, 0, 500, 129])
+    q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((4, 500, 4, 64)), jnp.bfloat16) for i in range(3))
+
+    def poison(x, lengths):
+        return jnp.where((jnp.arange(500) >= lengths[:, None])[..., None, None], jnp.nan, x)
+
+    call = functools.partial(
+        pallas_fa.dot_product_attention,
+        query_seq_lengths=q_lengths,
+        key_value_seq_lengths=kv_lengths,
+        implementation="mosaic_gpu",
+        return_residual=True,
+    )
+    clean = call(q, k, v)
+    got = call(poison(q, q_lengths), poison(k, kv_lengths), poison(v, kv_lengths))
+    for a, b in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_large_problems():
+    """More than 65535 tiles along an axis, and B * N * T * S past 2^31."""
+    x = jax.random.normal(jax.random.key(0), (70_000, 16, 1, 64), jnp.bfloat16)
+    got = pallas_fa.dot_product_attention(x, x, x, implementation="mosaic_gpu")
+    want = pallas_fa.dot_product_attention(x, x, x, implementation="xla")
+    assert jnp.abs(got.astype(jnp.float32) - want).max() < 0.04
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 2**17, 1, 64), jnp.bfloat16) for i in range(3))
+    mask = masks.Window(1000, 0)
+    got = pallas_fa.dot_product_attention(q, k, v, mask=mask, implementation="mosaic_gpu")
+    want = pallas_fa.dot_product_attention(q[:, -512:], k[:, -2048:], v[:, -2048:], mask=masks.Custom(_last_window))
+    assert jnp.abs(got[:, -512:].astype(jnp.float32) - want).max() < 0.04
+
+
+def _last_window(b, n, t, s):
+    t, s = t + 2**17 - 512, s + 2**17 - 2048
+    return (s <= t) & (s >= t - 1000)
+
+
+def test_the_default_on_hopper_is_the_kernel():
+    x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    assert pallas_fa.explain(x, x, x).startswith("mosaic_gpu: runs this call")
+    text = jax.jit(pallas_fa.dot_product_attention).lower(x, x, x).compile().as_text()
+    assert "mosaic_gpu" in text
