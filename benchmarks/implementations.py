@@ -87,6 +87,10 @@ def _function(library) -> Any:
         return jax.nn.dot_product_attention
     if library == "tokamax":
         import tokamax  # pyright: ignore[reportMissingImports]
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS(["benchmarks"])  # else Tokamax parses our command line and fails
 
         return tokamax.dot_product_attention
     import pallas_fa

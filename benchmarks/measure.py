@@ -114,6 +114,9 @@ class Bound:
     program: Program
     arguments: list[Any]
     calls: int = 1
+    dispatch_s: float | None = (
+        None  # how long a call takes to return to the host, where it returns before the work ends
+    )
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
 
@@ -125,12 +128,22 @@ class Bound:
         return outputs, time.perf_counter() - start
 
     def warm_up(self, target_s: float) -> None:
-        """Chooses the number of calls in a sample."""
+        """Chooses the number of calls in a sample; on a GPU also times the dispatch of a call."""
         self.calls = 1
         self.sample()
+        if jax.devices()[0].platform != "cpu":
+            self.dispatch_s = min(self._dispatch() for _ in range(20))
         self.calls = int(np.clip(np.ceil(target_s / max(self.wall[-1], 1e-7)), 1, 1000))
         self.wall.clear()
         self.cpu.clear()
+
+    def _dispatch(self):
+        assert self.program.run is not None
+        start = time.perf_counter()
+        outputs = self.program.run(*self.arguments[0])
+        seconds = time.perf_counter() - start
+        jax.block_until_ready(outputs)
+        return seconds
 
     def sample(self) -> float:
         """One sample: seconds a call."""
@@ -159,17 +172,21 @@ def input_sets(workload: Workload) -> list[tuple[dict[str, Any], Any]]:
 
 
 def take_turns(
-    others: list[Bound], baseline: Bound | None, rounds: int, deadline: float, after: Callable[[], object]
+    others: list[Bound],
+    baseline: Bound | None,
+    rounds: int,
+    deadlines: tuple[float, float],
+    after: Callable[[], object],
 ) -> dict[str, list[float]]:
     """Samples all: in each round the others in random order, each next to a sample of the baseline, in random order.
 
-    Returns, by name, baseline time over own time for each pair. Stops between rounds at `deadline` (of
-    time.monotonic), after three rounds at least.
+    Returns, by name, baseline time over own time for each pair. Of the two deadlines (of time.monotonic) the first ends
+    the rounds once there are three, the second once there is one.
     """
     order = random.Random(0)
     ratios: dict[str, list[float]] = {b.program.implementation.name: [] for b in others}
     for i in range(rounds):
-        if i >= 3 and time.monotonic() > deadline:
+        if (i >= 3 and time.monotonic() > deadlines[0]) or (i >= 1 and time.monotonic() > deadlines[1]):
             break
         shuffled = order.sample(others, len(others))
         for bound in shuffled:

@@ -62,6 +62,8 @@ def timed(bound: Bound, ratios: list[float], baseline: str | None) -> Row:
         "baseline": baseline,
         "ratio": 1.0 if is_baseline else _rounded(np.median(ratios)) if ratios else None,
     }
+    if bound.dispatch_s is not None:
+        row["dispatch_us"] = _rounded(bound.dispatch_s * 1e6)
     if jax.devices()[0].platform == "cpu":
         row["cpu_p50_ms"] = _rounded(np.median(bound.cpu) * 1e3)
     return row

@@ -73,8 +73,8 @@ class Runner:
                 bounds.append(bound)
         base = next((b for b in bounds if b.program.implementation.name == self.baseline), None)
         others = [b for b in bounds if b is not base]
-        until = min(self.end, time.monotonic() + share)
-        ratios = measure.take_turns(others, base, self.args.rounds, until, after=bar.update)
+        deadlines = time.monotonic() + share, self.end
+        ratios = measure.take_turns(others, base, self.args.rounds, deadlines, after=bar.update)
         state = {"load": machine.load(), "gpu_state": machine.gpu_state()}
         for bound in bounds:
             name = bound.program.implementation.name

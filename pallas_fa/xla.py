@@ -19,8 +19,12 @@ from pallas_fa import masks, ranges, reference, tile
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays, with_float_arrays
 
-_CHUNK_LOGITS = 2**21  # logits of one pair of chunks, all batch entries and heads together
-_MIN_CHUNK, _MAX_CHUNK = 64, 512
+# How many logits a pair of chunks has, for one batch entry and head: as many as its longer input has elements, so that
+# memory stays in proportion to the inputs; more where all entries and heads together would have fewer than
+# _FEW_LOGITS, since then the loops themselves cost; never more than _CHUNK_LOGITS. benchmarks/NOTES.md has the timings.
+_CHUNK_LOGITS = 512**2
+_FEW_LOGITS = 2**19
+_MIN_CHUNK, _MAX_CHUNK = 64, 1024
 
 
 def supports(problem: Problem) -> str | None:
@@ -67,13 +71,18 @@ class _Chunks:
 
 
 def _chunks(problem: Problem) -> tuple[_Chunks, _Chunks]:
-    """The query and the key axis in chunks, so that a pair of chunks has about _CHUNK_LOGITS logits."""
-    dims = problem.dims
-    budget = max(_CHUNK_LOGITS // (dims.B * dims.N), _MIN_CHUNK**2)
-    side = 2 ** int(math.log2(budget) / 2)
-    q_chunk = min(dims.T, side, _MAX_CHUNK)
-    kv_chunk = min(dims.S, max(side, budget // q_chunk))
-    return _Chunks(2, dims.T, q_chunk), _Chunks(3, dims.S, kv_chunk)
+    """The query and the key axis in chunks: square ones, but long ones of the other axis where one is short."""
+    B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
+    logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
+    side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
+    q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
+    return _Chunks(2, T, _even_chunk(T, q_chunk)), _Chunks(3, S, _even_chunk(S, kv_chunk))
+
+
+def _even_chunk(size: int, largest: int) -> int:
+    """The size of as few chunks as chunks of `largest` would be, all alike but for a multiple of 16."""
+    count = -(-size // largest)
+    return size if count == 1 else -(-size // (16 * count)) * 16
 
 
 def _visits(ask: Any, own: _Chunks, other: _Chunks) -> tuple[Any, Any]:
@@ -98,15 +107,15 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any) -> 
     first, last = _visits(mask and mask.kv_range, queries, keys)
 
     def q_step(i, outputs):
-        q_i = queries.cut(q, i, 2)
+        q_i = _heads_first(queries.cut(q, i, 1))
 
         def kv_step(j, carry):
             state, acc = carry
             slices = _slices(score, queries, i, keys, j)
-            x = problem.scale * _qk(problem, q_i, keys.cut(k, j, 2))
+            x = problem.scale * _qk(problem, q_i, _heads_first(keys.cut(k, j, 1)))
             x = keys.only_new(_masked_scores(x, slices, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)
-            return state, acc * rescale[..., None] + _pv(problem, p, keys.cut(v, j, 2))
+            return state, acc * rescale[..., None] + _pv(problem, p, _heads_first(keys.cut(v, j, 1)))
 
         rows = q_i.shape[:3]
         start = tile.softmax_start(rows, problem.acc_dtype), jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
@@ -135,17 +144,17 @@ def backward(
     d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
     # The row sums of p * dp, had from `out` without a pass over the logits; the cotangent of lse enters beside them.
     delta = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1) - d_lse
-    delta, lse, d_out = (jnp.swapaxes(x, 1, 2) for x in (delta, lse, d_out.astype(_matmul_dtype(problem))))
+    d_out = d_out.astype(_matmul_dtype(problem))
     q, k, v = _prepare(problem, q, k, v, mask)
     queries, keys = _chunks(problem)
     first, last = _visits(mask and mask.q_range, keys, queries)
 
     def kv_step(j, carry):
-        k_j, v_j = (keys.cut(x, j, 2) for x in (k, v))
+        k_j, v_j = (_heads_first(keys.cut(x, j, 1)) for x in (k, v))
 
         def q_step(i, carry):
             dq, dk_j, dv_j, d_arrays = carry
-            q_i, d_out_i, lse_i, delta_i = (queries.cut(x, i, 2) for x in (q, d_out, lse, delta))
+            q_i, d_out_i, lse_i, delta_i = (_heads_first(queries.cut(x, i, 1)) for x in (q, d_out, lse, delta))
 
             def scores(x, slices):
                 return _masked_scores(x, with_float_arrays(score_ij, slices), mask, queries, i, keys, j)
@@ -158,18 +167,22 @@ def backward(
             d_arrays = tuple(
                 _add_slice(d, d_slice, queries, i, keys, j) for d, d_slice in zip(d_arrays, d_slices, strict=True)
             )
-            dq = queries.add(dq, _pv(problem, dx, k_j), i, 2)
-            return dq, dk_j + _ptx(problem, dx, q_i), dv_j + _ptx(problem, p, d_out_i), d_arrays
+            dq = queries.add(dq, _heads_first(_pv(problem, dx, k_j)), i, 1)
+            q_ti, d_out_ti = (queries.cut(x, i, 4) for x in (q_t, d_out_t))
+            return dq, dk_j + _xp(problem, q_ti, dx), dv_j + _xp(problem, d_out_ti, p), d_arrays
 
         dq, dk, dv, d_arrays = carry
-        zeros = (jnp.zeros(x.shape, acc_dtype) for x in (k_j, v_j))
+        zeros = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), acc_dtype) for x in (k_j, v_j))
         dq, dk_j, dv_j, d_arrays = lax.fori_loop(first[j], last[j], q_step, (dq, *zeros, d_arrays))
-        return dq, keys.add(dk, dk_j, j, 2), keys.add(dv, dv_j, j, 2), d_arrays
+        dk, dv = (keys.add(d, jnp.transpose(d_j, (0, 3, 1, 2)), j, 1) for d, d_j in ((dk, dk_j), (dv, dv_j)))
+        return dq, dk, dv, d_arrays
 
+    # No matmul inside of the loops transposes a chunk of logits: on a CPU that takes up to three times as long.
+    q_t, d_out_t = (_transposed(problem, x) for x in (q, d_out))
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
     d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
     dq, dk, dv, d_arrays = lax.fori_loop(0, keys.count, kv_step, (*zeros, d_arrays))
-    dq, dk, dv = (jnp.swapaxes(x, 1, 2).astype(problem.dtype) for x in (dq, dk, dv))
+    dq, dk, dv = (x.astype(problem.dtype) for x in (dq, dk, dv))
     return dq, dk, dv, tuple(d.astype(a.dtype) for d, a in zip(d_arrays, arrays, strict=True))
 
 
@@ -179,10 +192,10 @@ def _matmul_dtype(problem):
 
 
 def _prepare(problem, q, k, v, mask):
-    """q [B, N, T, H], k [B, K, S, H], v [B, K, S, Hv], padding zeroed."""
+    """q, k and v as the matmuls read them, padding zeroed."""
     lengths = masks.lengths_of(mask)
     padded = ((q, lengths.q_lengths), (k, lengths.kv_lengths), (v, lengths.kv_lengths))
-    return tuple(jnp.swapaxes(tile.zero_padding(x, n), 1, 2).astype(_matmul_dtype(problem)) for x, n in padded)
+    return tuple(tile.zero_padding(x, n).astype(_matmul_dtype(problem)) for x, n in padded)
 
 
 def _slices(tree, queries, i, keys, j):
@@ -225,8 +238,20 @@ def _grouped_matmul(problem, a, b, contracted):
     return result.reshape(B, N, T, -1)
 
 
-def _ptx(problem, p, x):
-    """[B, N, T, S] x [B, N, T, H] -> [B, K, S, H], summed over T and the query heads of a group."""
-    p, x = (y.astype(x.dtype).reshape(y.shape[0], problem.K, -1, y.shape[-1]) for y in (p, x))
-    dimensions = (((2,), (2,)), ((0, 1), (0, 1)))
-    return lax.dot_general(p, x, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
+def _xp(problem, x, p):
+    """[B, K, H, G, T] x [B, N, T, S] -> [B, K, H, S], summed over T and the query heads of a group."""
+    B, K, _, G, T = x.shape
+    p = p.astype(x.dtype).reshape(B, K, G, T, -1)
+    dimensions = (((3, 4), (2, 3)), ((0, 1), (0, 1)))
+    return lax.dot_general(x, p, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
+
+
+def _heads_first(x):
+    """[B, T, N, ...] -> [B, N, T, ...] and back."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _transposed(problem, x):
+    """[B, T, N, H] -> [B, K, H, G, T]."""
+    B, T, _, H = x.shape
+    return jnp.transpose(x.reshape(B, T, problem.K, -1, H), (0, 2, 4, 3, 1))

@@ -328,6 +328,16 @@ def test_ranges_of_lengths_end_at_the_lengths():
     np.testing.assert_array_equal(np.maximum(hi - np.maximum(lo, 0), 0), [[9, 0, 0], [0, 0, 0]])
 
 
+def test_a_part_without_answer_does_not_widen_a_union():
+    union = Window(0, 0) | (Causal(offset=-30) & Window(0, None))
+    mask = bind(union, 24, 24)
+    assert mask.kv_range(8, 12) == (8, 12) and mask.q_range(8, 12) == (8, 12)
+    lengths = Lengths(np.array([2, 24])) & Window(2, 2)
+    lo, hi = bind(lengths | Window(0, 0), 24, 24).kv_range(np.array([8, 12]), np.array([12, 16]))
+    np.testing.assert_array_equal(np.broadcast_to(lo, (B, N, 2))[:, 0], [[8, 12], [6, 10]])
+    np.testing.assert_array_equal(np.broadcast_to(hi, (B, N, 2))[:, 0], [[12, 16], [14, 18]])
+
+
 def test_a_mask_without_bounds_says_everything():
     """Far ends are safe to add to a position in int32."""
     assert Mask().kv_range(0, 4) == (-FAR, FAR) and Mask().q_range(0, 4) == (-FAR, FAR)

@@ -123,7 +123,7 @@ def test_ctrl_c_leaves_a_usable_checkpoint(folder, tmp_path):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     [step] = list_steps(tmp_path / "run" / "checkpoints")
@@ -153,7 +153,7 @@ def test_a_write_that_breaks_off_costs_no_good_checkpoint(folder, tmp_path):
     blind += "runpy.run_module('models.train', run_name='__main__')"
     with small_disk(tmp_path, "1500k") as disk:
         process = start(arguments(folder, disk / "run", "--keep", 9), "-c", blind)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 1, err
         steps = list_steps(disk / "run" / "checkpoints")
         assert "is full" in err and f"The last checkpoint is step {steps[-1]}" in err and "Traceback" not in err, err
@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_named(finished, tmp_path):
     shutil.rmtree(out / "checkpoints" / "10" / "default" / "d")
     shutil.rmtree(out / "checkpoints" / "10" / "default" / "ocdbt.process_0")
     process = start(["--out", str(out), "--resume"])
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2 and "Traceback" not in err, err
     assert str(out / "checkpoints" / "10") in err and "delete that folder" in err
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import elementwise, schedule
-from pallas_fa.mosaic_gpu.backward_kernel import kernel, other_size, questions, whole_blocks_only
+from pallas_fa.mosaic_gpu.backward_kernel import kernel
+from pallas_fa.mosaic_gpu.backward_memory import visits_of_blocks
 from pallas_fa.mosaic_gpu.backward_plan import SHARED_MEMORY, Plan, passes
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E, row_starts
 from pallas_fa.mosaic_gpu.backward_tile import score_pullback
@@ -45,8 +46,8 @@ def supports_backward(problem: Problem) -> str | None:
         reasons += [array.why_not() for array in plans[0].arrays]
         if problem.deterministic_gradients and any(_has_many_terms(plans[0], i) for i in plans[0].added):
             reasons.append(
-                "the backward kernel adds gradients of arrays [.., T, S] that are broadcast over batch entries or heads up in"
-                " no fixed order, so it can't do them with deterministic_gradients=True"
+                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads"
+                " in no fixed order, so it can't do them with deterministic_gradients=True"
             )
     reasons += [_why_not_score(problem), _why_not_mask(problem)]
     return next((reason for reason in reasons if reason is not None), None)
@@ -116,8 +117,7 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
     dims = problem.dims
     arrays = plan.in_memory(jax.tree.leaves((score, mask)))
     if plan.visit_table:
-        sizes = c.block, plan.own_a.length, other_size(plan), c.width
-        arrays.append(schedule.table_of_visits(*questions(plan, mask), *sizes, whole_blocks_only(plan)))
+        arrays.append(schedule.table(visits_of_blocks(plan, mask), plan.blocks))
     shapes = (plan.dq_shape(),) if plan.fused else ()
     shapes += tuple(plan.added_shape(i) for i in plan.added)
     added = [jax.new_ref(jnp.zeros(shape, jnp.float32)) for shape in shapes]

@@ -8,7 +8,7 @@ dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which nee
 for dQ alone is the same with the roles of the two sequences exchanged (see `Plan`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
+from pallas_fa.mosaic_gpu import backward_memory as memory
 from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.backward_plan import Plan
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E
@@ -24,40 +25,15 @@ from pallas_fa.mosaic_gpu.backward_tile import PER_OTHER, PER_OWN, TILE, Step, T
 from pallas_fa.mosaic_gpu.named_barriers import fence_for_async_copies
 
 
-class _Work(NamedTuple):
-    """What one block of threads does: batch entry, own head, block of its sequence, and its first position."""
-
-    b: Any
-    head: Any
-    block: Any
-    start: Any
-
-
-class _Refs(NamedTuple):
-    """Device memory. `arrays`: of score and mask, then the visit table; `dq_sums` and `added` are added to."""
-
-    own_a: Any
-    own_b: Any
-    other_a: Any
-    other_b: Any
-    start: Any
-    delta: Any
-    arrays: tuple[Any, ...]
-    dq_sums: Any
-    added: dict[int, Any]
-    gradients: dict[str, Any]
-    summed: dict[int, Any]
-
-
 def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
     """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
-    gmem, c = _named(plan, refs), plan.config
+    gmem, c = memory.named(plan, refs), plan.config
     head = lax.axis_index("heads") * section + lax.axis_index("head_in_section")
     block = lax.axis_index("block")
     if not plan.by_keys and plan.problem.mask is not None:
         block = plan.blocks - 1 - block  # under most masks later queries see more keys: longest first
     heads = jnp.int32(plan.heads)
-    work = _Work(lax.div(head, heads), lax.rem(head, heads), block, block * c.block)
+    work = memory.Work(lax.div(head, heads), lax.rem(head, heads), block, block * c.block)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
@@ -72,152 +48,9 @@ def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: _load(plan, work, gmem, scratch))
+            pl.when(warp == 0)(lambda: memory.load(plan, work, gmem, scratch))
             if plan.fused:
-                pl.when(warp == 1)(lambda: _store_dq(plan, work, gmem, scratch))
-
-
-def _named(plan, refs):
-    refs = list(refs)
-    take = lambda count: [refs.pop(0) for _ in range(count)]
-    operands, arrays = take(6), take(len(plan.arrays) + plan.visit_table)
-    dq_sums, added = (take(1)[0] if plan.fused else None), dict(zip(plan.added, take(len(plan.added)), strict=True))
-    names = [name for name in plan.gives if not (plan.fused and name == "dq")]
-    gradients = dict(zip(names, take(len(names)), strict=True))
-    return _Refs(*operands, tuple(arrays), dq_sums, added, gradients, dict(zip(plan.summed, refs, strict=True)))
-
-
-def _visits(plan, work, gmem, n) -> schedule.Visits:
-    """Tiles of the other sequence that the block meets at query head n."""
-    c, mask = plan.config, plan.problem.mask
-    if plan.visit_table:
-        table = gmem.arrays[-1]
-        at = zip((work.b, n, work.block), table.shape, strict=False)
-        at = tuple(i if extent > 1 else 0 for i, extent in at)
-        return schedule.Visits(*(table[(*at, i)] for i in range(4)))
-    size = other_size(plan)
-    if mask is None:
-        visited = full = (0, size)
-    else:
-        own = work.start, jnp.minimum(work.start + c.block, plan.own_a.length)
-        visited, full = (ask(*own) for ask in questions(plan, mask))
-    if whole_blocks_only(plan) and plan.own_a.length % c.block:
-        full = full[0], jnp.where(work.block == plan.blocks - 1, full[0], full[1])
-    return schedule.visits(visited, full, size, c.width, 0)
-
-
-def questions(plan: Plan, mask: Any) -> tuple[Any, Any]:
-    """What the mask is asked about a block: which positions of the other sequence are visited, which are full."""
-    return (mask.q_range, mask.full_q_range) if plan.by_keys else (mask.kv_range, mask.full_kv_range)
-
-
-def other_size(plan: Plan) -> int:
-    """The size of the other sequence, where a tile past it does no harm rounded up to whole tiles."""
-    size, width = plan.other_a.length, plan.config.width
-    # Statistics of queries past the end make their probabilities 0, whatever the mask; but a score could make NaN there.
-    return size if plan.scored or not plan.by_keys else -(-size // width) * width
-
-
-def whole_blocks_only(plan: Plan) -> bool:
-    """Whether no tile is full for a ragged last block: its tail holds no keys, or a score could make NaN there."""
-    return plan.by_keys or plan.scored
-
-
-def _for_heads(plan, work, body) -> Any:
-    """`body(n, steps before)` -> steps after, for each query head of the block; returns the number of all steps."""
-    group = plan.problem.group if plan.by_keys else 1
-    first = work.head * group
-    if group == 1:
-        return body(first, jnp.int32(0))
-    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
-
-
-def _load(plan, work, gmem, scratch):
-    """The load warp."""
-    c, b = plan.config, work.b
-    barriers = plan.barriers(scratch)
-    load = plgpu.copy_gmem_to_smem
-    copied = {name: getattr(plan, name).views(scratch[f"{name}_smem"])[1] for name in ("own_a", "other_a", "other_b")}
-    own = pl.ds(work.start, c.block)
-
-    def load_own(name, statistic):
-        tiles, ready = getattr(plan, name), scratch[f"{name}_ready"]
-        tiles.load(getattr(gmem, name), b, own, work.head, tiles.views(scratch[f"{name}_smem"])[1], ready)
-        if not plan.by_keys:
-            load(getattr(gmem, statistic).at[b, work.head, own], scratch[f"{statistic}_smem"].at[0], ready)
-
-    def load_array(a, n, slot, others):
-        array, smem = plan.arrays[a], scratch[f"array{a}_smem"].at[slot]
-        source, ready = gmem.arrays[a].at[array.index(b, n)], scratch["other_a_ready"].at[slot]
-        if array.kind != "tile":
-            load(source.at[others if array.kind == "row" else own], smem, ready)
-            return
-        for wg in range(c.compute_wgs):
-            load(source.at[pl.ds(work.start + wg * 64, 64), others], smem.at[wg], ready)
-
-    def load_other(name, statistic, n, slot, others):
-        head = n if plan.by_keys else lax.div(n, jnp.int32(plan.problem.group))
-        ready = scratch[f"{name}_ready"].at[slot]
-        getattr(plan, name).load(getattr(gmem, name), b, others, head, copied[name].at[slot], ready)
-        if plan.by_keys and statistic:
-            load(getattr(gmem, statistic).at[b, n, others], scratch[f"{statistic}_smem"].at[slot], ready)
-
-    load_own("own_a", "start")
-
-    def head(n, done):
-        found = _visits(plan, work, gmem, n)
-
-        def step(tile, done):
-            slots = tuple(lax.rem(done, jnp.int32(stages)) for stages in c.stages)
-            others = pl.ds(tile * c.width, c.width)
-            pl.when(done >= c.stages[0])(lambda: barriers["other_a_free"].wait(slots[0]))
-            load_other("other_a", "start", n, slots[0], others)
-            for a in plan.of_kind("row", "column", "tile"):
-                load_array(a, n, slots[0], others)
-            if plan.gives_a:
-                pl.when(done == 0)(lambda: load_own("own_b", "delta"))
-            pl.when(done >= c.stages[1])(lambda: barriers["other_b_free"].wait(slots[1]))
-            load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
-            return done + 1
-
-        return lax.fori_loop(found.first, found.last, step, done)
-
-    steps = _for_heads(plan, work, head)
-    if plan.gives_a:
-        pl.when(steps == 0)(lambda: load_own("own_b", "delta"))
-    for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
-        for slot in range(stages):  # every completed phase of a barrier is waited for before the block ends
-            pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
-
-
-def _store_dq(plan, work, gmem, scratch):
-    """The store warp: adds the tiles of dQ that the compute warpgroups stage."""
-    c, dq_smem = plan.config, scratch["dq_smem"]
-    barriers = plan.barriers(scratch)
-    dq_ready, dq_free = barriers["dq_ready"], barriers["dq_free"]
-    for wg in range(c.compute_wgs):
-        dq_free.arrive(wg)
-
-    def head(n, done):
-        found = _visits(plan, work, gmem, n)
-
-        def step(tile, done):
-            for wg in range(c.compute_wgs):
-                dq_ready.wait(wg)
-                row = tile * c.width + (wg * 64 if plan.dq_by_rows else 0)
-                column = 0 if plan.dq_by_rows else wg * plan.dq_columns
-                dq = gmem.dq_sums.at[work.block] if plan.interpret else gmem.dq_sums
-                dq = dq.at[work.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns)]
-                plan.tensor_core.store_add(dq_smem.at[wg], dq)
-            for wg in range(c.compute_wgs):
-                plgpu.wait_smem_to_gmem(c.compute_wgs - 1 - wg, wait_read_only=True)
-                dq_free.arrive(wg)
-            return done
-
-        return lax.fori_loop(found.first, found.last, step, done)
-
-    _for_heads(plan, work, head)
-    plgpu.wait_smem_to_gmem(0)
+                pl.when(warp == 1)(lambda: memory.store_dq(plan, work, gmem, scratch))
 
 
 class _Compute:
@@ -244,7 +77,7 @@ class _Compute:
         def steps(*accs):
             a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
             b_accs = accs[len(a_accs) :]
-            _for_heads(plan, self.work, lambda n, done: self._head(n, done, a_accs, b_accs))
+            memory.for_heads(plan, self.work, lambda n, done: self._head(n, done, a_accs, b_accs))
             return tuple(acc[...] for acc in accs)
 
         stand_ins = []
@@ -282,16 +115,20 @@ class _Compute:
     def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""
         plan, work = self.plan, self.work
-        found = _visits(plan, work, self.gmem, n)
+        found = memory.visits(plan, work, self.gmem, n)
         scalars = self._scalars(n)
         sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_OWN) for _ in plan.summed)
 
+        # Loops from 0 take fewer registers.
         def run(first, last, cut, sums):
-            def step(tile, sums):
-                at = Step(work.b, n, work.start + self.wg * 64, tile * plan.config.width, self.wg, cut, scalars)
-                return self._step(at, done + (tile - found.first), sums, a_accs, b_accs)
+            before = done + (first - found.first)
 
-            return lax.fori_loop(first, last, step, sums)
+            def step(i, sums):
+                other = (first + i) * plan.config.width
+                at = Step(work.b, n, work.start + self.wg * 64, other, self.wg, cut, scalars)
+                return self._step(at, before + i, sums, a_accs, b_accs)
+
+            return lax.fori_loop(0, last - first, step, sums)
 
         if not schedule.is_equal(found.first, found.full_first):
             sums = run(found.first, found.full_first, True, sums)
@@ -484,7 +321,9 @@ class _Compute:
             for ref, tiles, gives in ((other_a, plan.other_a, plan.gives_a), (other_b, plan.other_b, plan.gives_b)):
                 for part in range(c.width // 64 if gives else 0):  # the warpgroups take turns
                     mine = self.wg == part % c.compute_wgs
-                    zero = lambda ref=ref, tiles=tiles, part=part: self._zero_rows(ref, tiles, part * 64, length - at.other)
+                    zero = lambda ref=ref, tiles=tiles, part=part: self._zero_rows(
+                        ref, tiles, part * 64, length - at.other
+                    )
                     pl.when(mine)(zero) if c.compute_wgs > 1 else zero()
             plgpu.commit_smem()
             self.barriers["wgs_meet"].wait()

@@ -1,7 +1,6 @@
 """All that is static in one pass of the backward kernel: tiles, arrays, their gradients, shared memory."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -78,11 +77,9 @@ class Plan:
         sides = (k, v, q, d_out) if by_keys else (q, d_out, k, v)
         leaves, tree = jax.tree.flatten((problem.score, problem.mask))
         arrays = tuple(KernelArray.of(_turned(x) if by_keys else x) for x in leaves)
-        floats = [i for i in range(len(jax.tree.leaves(problem.score))) if jnp.issubdtype(leaves[i].dtype, jnp.floating)]
-        if gives == ("dv",):
-            differentiated = []
-        else:
-            differentiated = [i for i in floats if _is_per_query(leaves[i]) != by_keys]
+        in_score = enumerate(jax.tree.leaves(problem.score))
+        floats = [i for i, x in in_score if gives != ("dv",) and jnp.issubdtype(x.dtype, jnp.floating)]
+        differentiated = [i for i in floats if _is_per_query(leaves[i]) != by_keys]
         named = isinstance(problem.config, BackwardConfig)
         configs = (problem.config,) if named else backward_configs(gives, q.padded_dim, v.padded_dim)
         plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, interpret) for c in configs)
@@ -220,7 +217,8 @@ class Plan:
 
     def shared_memory(self) -> int:
         """Bytes of shared memory that a block needs, barriers left out."""
-        sizes = (_bytes(x) for x in self.scratch().values() if not isinstance(x, plgpu.Barrier))
+        scratch = dataclasses.replace(self, interpret=False).scratch()
+        sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier))
         return sum(_rounded(size, 1024) for size in sizes)
 
     def scratch(self) -> dict[str, Any]:

@@ -59,22 +59,42 @@ def visit_table(mask: masks.Mask, block: int, size: int, other_size: int, tile: 
     return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
 
 
-def table_of_visits(
+def visits_of_blocks(
     ask: Any, ask_full: Any, block: int, size: int, other_size: int, tile: int, whole_blocks_only: bool
-) -> Any:
-    """`visits`, possibly of no tile, of every block of a sequence: int32 [B|1, N|1, blocks, 4].
+) -> Visits:
+    """`visits`, possibly of no tile, of every block of a sequence: broadcastable to [B, N, blocks].
 
     `ask`, `ask_full`: the mask's questions, such as `mask.q_range` and `mask.full_q_range`. `whole_blocks_only`: no tile
-    counts as full for a ragged last block.
+    counts as full for a ragged last block. The answers of masks without arrays are known while tracing.
     """
     starts = np.arange(0, size, block)
-    lo, hi = ask_full(starts, np.minimum(starts + block, size))
-    if whole_blocks_only:
-        hi = jnp.where(starts + block <= size, hi, lo)
-    found = visits(ask(starts, np.minimum(starts + block, size)), (lo, hi), other_size, tile, 0)
+    ends = np.minimum(starts + block, size)
+    lo, hi = ask_full(starts, ends)
+    if whole_blocks_only and size % block:
+        hi = ranges.where(starts + block <= size, hi, lo)
+    return visits(ask(starts, ends), (lo, hi), other_size, tile, 0)
+
+
+def table(found: Visits, blocks: int) -> Any:
+    """`visits_of_blocks` as a table that a kernel reads: int32 [B|1, N|1, blocks, 4]."""
     found = [jnp.asarray(x, jnp.int32) for x in found]
-    shape = jnp.broadcast_shapes((1, 1, len(starts)), *(x.shape for x in found))
+    shape = jnp.broadcast_shapes((1, 1, blocks), *(x.shape for x in found))
     return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
+
+
+def as_lines(found: Visits, blocks: int) -> Visits | None:
+    """`visits_of_blocks` that are known while tracing as numbers and pairs (at block 0, per block), or None.
+
+    Loops with such bounds take far fewer registers than with bounds that are computed as `visits` does.
+    """
+    lines = []
+    for x in found:
+        x = np.broadcast_to(x, (blocks,))
+        per_block = int(x[1] - x[0]) if blocks > 1 else 0
+        if np.any(x != x[0] + per_block * np.arange(blocks)):
+            return None
+        lines.append((int(x[0]), per_block) if per_block else int(x[0]))
+    return Visits(*lines)
 
 
 def section(count: int, wanted: int) -> int:
