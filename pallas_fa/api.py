@@ -30,7 +30,7 @@ def dot_product_attention(
     implementation=None,
     config=None,
     return_residual=False,
-):
+) -> Any:
     """Attention: softmax(scores(scale * query key^T), masked) value, in O(T) memory.
 
     The signature of `jax.nn.dot_product_attention`, and more. The order is: scale, `bias`, `logits_soft_cap`, `score`,

@@ -31,7 +31,9 @@ def supports(name: str, problem: Problem, dropout: bool = False) -> str | None:
         return "it has no dropout yet (set dropout_rate=0, or let 'reference' do it with the T x S weights in memory)"
     if name == "mosaic_gpu":
         return support.supports(problem)
-    return xla.supports(problem) if name == "xla" else None
+    if problem.config is not None:
+        return f"it has no tiles to configure, but config={problem.config!r} was given"
+    return None
 
 
 def choose(problem: Problem, implementation: Any, dropout: bool = False) -> Implementation:

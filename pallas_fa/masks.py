@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_fa import ranges
 from pallas_fa.dims import Dims
-from pallas_fa.pytree import Node, is_array, is_static_number
+from pallas_fa.pytree import Node, is_array, is_static_int, is_static_number
 from pallas_fa.ranges import FAR, Range
 
 _EVERYTHING = (-FAR, FAR)
@@ -127,7 +127,7 @@ class Window(Mask):
             value = getattr(self, name)
             if value is None:
                 continue
-            if not is_static_number(value) or value != int(value):
+            if not is_static_int(value):
                 raise TypeError(f"{name}={value!r} must be an int (keys on that side of the query) or None (no bound).")
             if value < 0:
                 raise ValueError(f"{name}={value} must be >= 0: a window includes the query's own position. Use 0.")
@@ -446,7 +446,7 @@ def _int_array(name, x):
 
 def _static_int_or_array(name, x):
     if is_static_number(x):
-        if x != int(x):
+        if not is_static_int(x):
             raise TypeError(f"{name}={x!r} must be an int or an int array.")
         return max(-FAR, min(FAR, int(x)))
     return _int_array(name, x)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_fa import masks, scores
 from pallas_fa.dims import Dims
-from pallas_fa.pytree import is_array, is_static_number
+from pallas_fa.pytree import is_array, is_static_int, is_static_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def normalise(
 def _float_array(name, x):
     try:
         x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
         raise TypeError(
             f"{name} is a {type(x).__name__}; it must be a float array [*B, length, heads, head dim]."
         ) from e
@@ -239,7 +239,7 @@ def window_mask(window) -> masks.Window | None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"local_window_size={window!r} must be an int, or a pair (left, right) of ints or None.")
     for side in pair:
-        if side is not None and (not is_static_number(side) or side != int(side)):
+        if side is not None and not is_static_int(side):
             raise TypeError(f"local_window_size={window!r} must hold ints (or None: no bound), got {side!r}.")
         if side is not None and side < 0:
             raise ValueError(f"local_window_size={window!r} must not be negative: 0 keeps the query's own position.")

@@ -6,6 +6,7 @@ first folds into the program while tracing, the second travels as an array.
 """
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax
@@ -20,6 +21,11 @@ def is_array(x: Any) -> bool:
 def is_static_number(x: Any) -> bool:
     """Whether `x` is a Python or NumPy scalar: known while tracing, hence foldable."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
+def is_static_int(x: Any) -> bool:
+    """Whether `x` is a Python or NumPy scalar of an integer value."""
+    return is_static_number(x) and math.isfinite(x) and x == int(x)
 
 
 class Node:

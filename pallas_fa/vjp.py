@@ -21,8 +21,16 @@ from pallas_fa.scores import float_arrays, with_float_arrays
 _with_rules: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 
 
-@_with_rules
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def attention(
+    implementation: Implementation, problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any
+) -> tuple[Any, Any]:
+    """(out [B, T, N, Hv], log-sum-exp [B, T, N]); jitted, so that calls outside of any jit compile once, too."""
+    return _attention(implementation, problem, q, k, v, score, mask)
+
+
+@_with_rules
+def _attention(
     implementation: Implementation, problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any
 ) -> tuple[Any, Any]:
     """(out [B, T, N, Hv], log-sum-exp [B, T, N])."""
@@ -30,7 +38,7 @@ def attention(
 
 
 def _forward_rule(implementation, problem, q, k, v, score, mask):
-    out, lse = attention(implementation, problem, q, k, v, score, mask)
+    out, lse = _attention(implementation, problem, q, k, v, score, mask)
     out, lse = checkpoint_name(out, "pallas_fa_out"), checkpoint_name(lse, "pallas_fa_lse")
     return (out, lse), (q, k, v, score, mask, out, lse)
 
@@ -41,7 +49,7 @@ def _backward_rule(implementation, problem, residuals, cotangents):
     return dq, dk, dv, _score_gradient(score, d_arrays), None
 
 
-attention.defvjp(_forward_rule, _backward_rule)
+_attention.defvjp(_forward_rule, _backward_rule)
 
 
 @_with_rules

@@ -27,13 +27,6 @@ _FEW_LOGITS = 2**19
 _MIN_CHUNK, _MAX_CHUNK = 64, 1024
 
 
-def supports(problem: Problem) -> str | None:
-    """None if this implementation can do `problem`, else the reason why not."""
-    if problem.config is not None:
-        return f"xla has no tiles to configure, but config={problem.config!r} was given"
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     """One sequence axis in chunks: `axis` of [B, N, T, S], its size, the size of a chunk."""
@@ -47,8 +40,8 @@ class _Chunks:
         return -(-self.size // self.chunk)
 
     def start(self, i: Any) -> Any:
-        """Where chunk i starts; the last one so early that it fits."""
-        return ranges.minimum(i * self.chunk, self.size - self.chunk)
+        """Where chunk i starts, int32 (with 64-bit types enabled too); the last one so early that it fits."""
+        return ranges.minimum(jnp.int32(i) * self.chunk, self.size - self.chunk)
 
     def index(self, i: Any) -> Any:
         """Positions of chunk i, broadcastable to [B, N, T, S]."""
@@ -212,7 +205,7 @@ def _masked_scores(x, score_ij, mask, queries, i, keys, j):
 
 def _add_slice(d, d_slice, queries, i, keys, j):
     """Gradient d of a whole array, with the gradient of its slice for (i, j) added."""
-    starts = [0, 0, 0, 0]
+    starts = [jnp.int32(0)] * 4
     for chunks, n in ((queries, i), (keys, j)):
         if d.shape[chunks.axis] > 1:
             starts[chunks.axis] = chunks.start(n)

@@ -50,9 +50,7 @@ def library(inputs: Inputs, implementation: str | None) -> Any:
 
     def attention(q, k, v, arrays):
         keywords = inputs.keywords(arrays)
-        return pallas_fa.dot_product_attention(
-            q, k, v, **keywords, implementation=implementation, return_residual=True
-        )
+        return pallas_fa.dot_product_attention(q, k, v, **keywords, implementation=implementation, return_residual=True)
 
     return attention
 

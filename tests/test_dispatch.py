@@ -1,6 +1,7 @@
 """Which implementation runs, what explain says, and that problems fail while tracing and platforms while lowering."""
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -47,7 +48,7 @@ def test_a_tuple_is_tried_in_order():
     assert dispatch.choose(problem(), ("xla", "reference")).name == "xla"
     assert dispatch.choose(problem(), ("mosaic_gpu", "reference", "xla")).name == "reference"
     assert dispatch.choose(problem(), ["reference"]).name == "reference"
-    assert dispatch.choose(problem(config="tiles"), ("xla", "reference")).name == "reference"
+    assert dispatch.choose(problem(), ("mosaic_gpu", "xla")).name == "xla"
 
 
 def test_the_error_of_a_name_gives_the_reason():
@@ -56,7 +57,7 @@ def test_the_error_of_a_name_gives_the_reason():
         pallas_fa.dot_product_attention(q, k, v, implementation="mosaic_gpu")
     message = str(error.value)
     assert "implementation='mosaic_gpu'" in message and "implementation=None" in message
-    assert "float32" in message and dispatch.supports("mosaic_gpu", problem()) in message
+    assert "float32" in message and str(dispatch.supports("mosaic_gpu", problem())) in message
 
 
 def test_the_error_of_a_tuple_lists_all_reasons():
@@ -187,14 +188,10 @@ def test_the_default_exports():
 def test_nothing_in_the_environment_changes_the_choice():
     """The choice depends on the call and the platform; fresh processes with odd variables say the same."""
     code = "import jax.numpy as jnp, pallas_fa; print(pallas_fa.explain(*[jnp.ones((1, 8, 2, 8))] * 3))"
-    said = [
-        subprocess.run([sys.executable, "-c", code], env={**_environment(), **extra}, capture_output=True, text=True, check=True)
-        for extra in ({}, {"PALLAS_FA_IMPLEMENTATION": "reference", "JAX_TRACEBACK_FILTERING": "off"})
-    ]
-    assert said[0].stdout == said[1].stdout != ""
 
+    def said(**extra):
+        environment = {**os.environ, **extra}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
 
-def _environment():
-    import os
-
-    return dict(os.environ)
+    assert said() == said(PALLAS_FA_IMPLEMENTATION="reference", IMPLEMENTATION="reference") != ""

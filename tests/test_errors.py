@@ -4,6 +4,7 @@ All calls here are traced with shapes only, so that an error is known to come be
 """
 
 import math
+import operator
 import re
 
 import jax
@@ -153,7 +154,7 @@ BAD = {
     "negative window of one int": ({"local_window_size": -2}, ValueError, ("local_window_size=-2", "negative", "0 keeps")),
     "window of three": ({"local_window_size": (1, 2, 3)}, TypeError, ("local_window_size=(1, 2, 3)", "pair", "None")),
     "window of floats": ({"local_window_size": (1.5, 2)}, TypeError, ("local_window_size=(1.5, 2)", "ints", "None")),
-    "infinite window": ({"local_window_size": (math.inf, 0)}, (TypeError, ValueError), ("local_window_size=(inf, 0)", "None")),
+    "infinite window": ({"local_window_size": (math.inf, 0)}, TypeError, ("local_window_size=(inf, 0)", "None")),
     "traced window": ({"local_window_size": ints()}, TypeError, ("local_window_size=", "int", "pair", "None")),
     "traced is_causal": ({"is_causal": bools()}, TypeError, ("is_causal=", "True or False")),
     "is_causal of 1": ({"is_causal": 1}, TypeError, ("is_causal=1", "True or False")),
@@ -308,10 +309,10 @@ BAD_CONSTRUCTION = {
     "align": (lambda: masks.Causal("left"), ValueError, ("align='left'", "'top_left'", "'bottom_right'")),
     "offset of half": (lambda: masks.Causal(offset=0.5), TypeError, ("offset=0.5", "int")),
     "offset of a float array": (lambda: masks.Causal(offset=np.ones(2)), TypeError, ("offset.dtype=float64", "int32")),
-    "offset of infinity": (lambda: masks.Causal(offset=math.inf), (TypeError, ValueError), ("offset=inf", "int")),
+    "offset of infinity": (lambda: masks.Causal(offset=math.inf), TypeError, ("offset=inf", "int")),
     "window": (lambda: masks.Window(-1), ValueError, ("left=-1", ">= 0", "Use 0")),
     "window of half": (lambda: masks.Window(None, 1.5), TypeError, ("right=1.5", "int", "None")),
-    "window of infinity": (lambda: masks.Window(math.inf), (TypeError, ValueError), ("left=inf", "None")),
+    "window of infinity": (lambda: masks.Window(math.inf), TypeError, ("left=inf", "None")),
     "window of an array": (lambda: masks.Window(np.ones(2, int)), TypeError, ("left=", "int", "None")),
     "segments of floats": (
         lambda: masks.Segments(np.ones((2, 3)), np.ones((2, 3), int)),
@@ -327,7 +328,7 @@ BAD_CONSTRUCTION = {
     "custom arrays": (lambda: masks.Custom(abs, "text"), TypeError, ("arrays", "str", "broadcastable")),
     "and with an array": (lambda: masks.Causal() & np.ones((2, 2), bool), TypeError, ("Mask &", "ndarray", "Dense(array)")),
     "array and a mask": (lambda: [True] & masks.Causal(), TypeError, ("Mask &", "list", "Dense(array)")),
-    "or with an array": (lambda: masks.Causal() | jnp.ones((2, 2), bool), TypeError, ("Mask |", "Dense(array)")),
+    "or with an array": (lambda: operator.or_(masks.Causal(), jnp.ones(2, bool)), TypeError, ("Mask |", "Dense(array)")),
     "or with None": (lambda: None | masks.Causal(), TypeError, ("Mask |", "NoneType", "Dense(array)")),
     "soft cap": (lambda: scores.SoftCap(0), ValueError, ("cap=0", "positive", "Leave the soft cap out")),
     "soft cap of an array": (lambda: scores.SoftCap(jnp.ones(())), TypeError, ("cap=", "float", "scores.Custom(fn, cap)")),

@@ -8,7 +8,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
-from tests import accuracy, cases
+from tests import cases
 from tests.cases import TABLE, Case
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -159,23 +159,21 @@ def test_inputs_may_be_numpy_arrays(rng):
 # ---- skipping: what a mask rules out is not even read ------------------------------------------------------------------
 
 _DOCUMENTS = np.repeat(np.arange(3), 64)[None]
+_LOWER, _DIAGONAL = np.tril(np.ones((3, 3), bool)), np.eye(3, dtype=bool)
+_TWO_LOWER = _LOWER & ~np.tril(_LOWER, -2)
+_SEGMENTS = {"query_segment_ids": _DOCUMENTS, "key_value_segment_ids": _DOCUMENTS}
 _SKIPPING = {
-    "causal": ({"is_causal": True}, np.tril(np.ones((3, 3), bool))),
-    "bottom_right": ({"mask": masks.Causal("bottom_right")}, np.tril(np.ones((3, 3), bool))),
-    "window": ({"local_window_size": (63, 0)}, np.tril(np.ones((3, 3), bool)) & ~np.tril(np.ones((3, 3), bool), -2)),
-    "window_right": ({"local_window_size": (0, 63)}, np.triu(np.ones((3, 3), bool)) & ~np.triu(np.ones((3, 3), bool), 2)),
-    "segments": (
-        {"query_segment_ids": _DOCUMENTS, "key_value_segment_ids": _DOCUMENTS},
-        np.eye(3, dtype=bool),
-    ),
-    "dense": ({"mask": np.kron(np.eye(3)[::-1], np.ones((64, 64))).astype(bool)}, np.eye(3, dtype=bool)[::-1]),
-    "offsets": ({"mask": masks.Causal(offset=np.array([-64]))}, np.tril(np.ones((3, 3), bool), -1)),
-    "both": (
-        {"is_causal": True, "query_segment_ids": _DOCUMENTS, "key_value_segment_ids": _DOCUMENTS},
-        np.eye(3, dtype=bool),
-    ),
-    "either": ({"mask": masks.Window(0, 0) | masks.Causal(offset=-64)}, np.tril(np.ones((3, 3), bool))),
-    "custom": ({"mask": masks.Custom(cases.every_third, ranges=masks.Window(60, 0))}, np.tril(np.ones((3, 3), bool)) & ~np.tril(np.ones((3, 3), bool), -2)),
+    # keyword arguments, and which chunks of keys [3] each chunk of queries [3] visits
+    "causal": ({"is_causal": True}, _LOWER),
+    "bottom right": ({"mask": masks.Causal("bottom_right")}, _LOWER),
+    "window to the left": ({"local_window_size": (63, 0)}, _TWO_LOWER),
+    "window to the right": ({"local_window_size": (0, 63)}, _TWO_LOWER.T),
+    "segments": (_SEGMENTS, _DIAGONAL),
+    "causal in segments": ({**_SEGMENTS, "is_causal": True}, _DIAGONAL),
+    "dense": ({"mask": np.kron(_DIAGONAL[::-1], np.ones((64, 64), bool))}, _DIAGONAL[::-1]),
+    "offsets": ({"mask": masks.Causal(offset=np.array([-64]))}, np.tril(_LOWER, -1)),
+    "union": ({"mask": masks.Window(0, 0) | masks.Causal(offset=-64)}, _LOWER),
+    "custom": ({"mask": masks.Custom(cases.every_third, ranges=masks.Window(60, 0))}, _TWO_LOWER),
 }
 
 
@@ -193,6 +191,7 @@ def test_chunks_that_the_mask_rules_out_are_not_visited(name, small_chunks):
         d_value = jax.vjp(lambda v: attend(ones, ones, v), ones)[1](poison * ones)[0]
         return tuple(jnp.isnan(x).reshape(3, -1).any(axis=1) for x in (out, d_value))
 
-    forward, backward = (np.stack(x) for x in zip(*(reached(jnp.asarray(x, jnp.float32)) for x in poisoned), strict=True))
+    found = [reached(jnp.asarray(poison, jnp.float32)) for poison in poisoned]
+    forward, backward = (np.stack(x) for x in zip(*found, strict=True))
     np.testing.assert_array_equal(forward.T, visited)  # [query chunk, key chunk]
     np.testing.assert_array_equal(backward, visited)

@@ -71,16 +71,16 @@ def gradients(attention, q, k, v, keywords):
 
 def agree(q, k, v, keywords):
     ours = gradients(pallas_fa.dot_product_attention, q, k, v, keywords)
-    theirs = gradients(
-        lambda *x, **kw: jax.nn.dot_product_attention(*x, **kw, implementation="xla"), q, k, v, keywords
-    )
+    theirs = gradients(lambda *x, **kw: jax.nn.dot_product_attention(*x, **kw, implementation="xla"), q, k, v, keywords)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
         rounding = 1e-5 if x.dtype == jnp.float32 else 2e-2
         np.testing.assert_allclose(np.float32(x), np.float32(y), atol=rounding * np.abs(np.float32(y)).max())
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.smoke) if x in ("all", "lengths") else x for x in SAME])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.smoke) if x in ("all", "lengths") else x for x in SAME]
+)
 def test_agrees(name):
     K = 4 if "one head" in name or "lengths" in name else 2
     rng = np.random.default_rng(1)
@@ -104,7 +104,9 @@ def test_agrees_without_batch_dims():
 def test_residual_agrees():
     """Ours is float32 whatever the inputs are; `jax.nn` casts it to their dtype."""
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((B, T, N, H), (B, S, 2, H), (B, S, 2, H)))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((B, T, N, H), (B, S, 2, H), (B, S, 2, H))
+    )
     _, ours = pallas_fa.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
     _, theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
     assert ours.shape == theirs.shape and ours.dtype == jnp.float32

@@ -5,7 +5,6 @@ import dataclasses
 import io
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -39,7 +38,7 @@ CASES = {
 def interpreted(problem, operands):
     """(out, lse), whether races were found."""
     # Its only door is private: pallas has no public name for what the race detector found.
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
@@ -87,6 +86,6 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
     try:
         _, races = interpreted(problem, operands)
     except Exception as error:  # the interpreter may also notice a barrier whose phase nobody awaited
-        assert "barrier" in str(error).lower()  # noqa: PT017
+        assert "barrier" in str(error).lower()
     else:
         assert races

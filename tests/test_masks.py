@@ -30,7 +30,9 @@ def bind(mask, T, S, batch=(B,), heads=N, **keywords):
 def allowed(mask, T, S, flat_batch=B, heads=N):
     """bool [B, N, T, S] of a bound mask."""
     shape = (flat_batch, heads, T, S)
-    index = (np.arange(size).reshape(tuple(-1 if i == axis else 1 for i in range(4))) for axis, size in enumerate(shape))
+    index = (
+        np.arange(size).reshape(tuple(-1 if i == axis else 1 for i in range(4))) for axis, size in enumerate(shape)
+    )
     return np.broadcast_to(mask.allowed(*index), shape)
 
 
@@ -43,10 +45,10 @@ def tiles(size, tile, fit):
 
 def check_ranges(mask, T, S, tile, fit):
     """The two properties, in both directions, for all tiles of one size."""
-    ok = allowed(mask, T, S)
+    pairs = allowed(mask, T, S)
     for size, other, ok, some, full in (
-        (T, S, ok, mask.kv_range, mask.full_kv_range),
-        (S, T, ok.swapaxes(2, 3), mask.q_range, mask.full_q_range),
+        (T, S, pairs, mask.kv_range, mask.full_kv_range),
+        (S, T, pairs.swapaxes(2, 3), mask.q_range, mask.full_q_range),
     ):
         starts, length = tiles(size, tile, fit)
         position = np.arange(other)
@@ -287,12 +289,15 @@ def test_custom_sees_absolute_indices_and_its_arrays():
 # ---- tightness: a range that is right but never narrows would make every kernel slow ----------------------------------
 
 
-@pytest.mark.parametrize("mask", (Causal(), Causal(offset=3), Causal("bottom_right"), Window(3, 2), Window(0, None)), ids=str)
+_STATIC = (Causal(), Causal(offset=3), Causal("bottom_right"), Window(3, 2), Window(0, None))
+
+
+@pytest.mark.parametrize("mask", _STATIC, ids=str)
 def test_ranges_of_simple_static_masks_are_exact(mask):
     T, S, tile = 12, 16, 4
     mask = bind(mask, T, S)
-    ok = allowed(mask, T, S)[0, 0]
-    for ok, some, full in ((ok, mask.kv_range, mask.full_kv_range), (ok.T, mask.q_range, mask.full_q_range)):
+    pairs = allowed(mask, T, S)[0, 0]
+    for ok, some, full in ((pairs, mask.kv_range, mask.full_kv_range), (pairs.T, mask.q_range, mask.full_q_range)):
         for start in range(0, ok.shape[0], tile):
             rows = ok[start : start + tile]
             for question, hit in ((some, rows.any(axis=0)), (full, rows.all(axis=0))):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Shape = tuple[int, ...]
+Shape = tuple[int, int]
 
 
 @dataclasses.dataclass

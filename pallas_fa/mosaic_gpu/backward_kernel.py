@@ -119,7 +119,8 @@ class _Compute:
         scalars = self._scalars(n)
         sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_OWN) for _ in plan.summed)
 
-        # Loops from 0 take fewer registers.
+        # Loops from 0 take fewer registers. Tried: the tiles that the mask cuts first, in one loop, then the others in a
+        # second; it was 4 to 10% slower than three loops where both ends are cut.
         def run(first, last, cut, sums):
             before = done + (first - found.first)
 
@@ -233,7 +234,7 @@ class _Compute:
                 return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_OTHER), shape, [1])
             return lax.broadcast_in_dim(plgpu.load(smem.at[0, self.rows], layout=PER_OWN), shape, [0])
 
-        def body(s_acc, dp_acc=None):
+        def body(s_acc, dp_acc: Any = None):
             # Both start before the first matmul: ptxas would make them wait for it.
             if not plan.scored:
                 s_acc[...] = statistic("start", slot_a)

@@ -39,13 +39,23 @@ class Refs(NamedTuple):
 
 def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
     """The operands and results of a pass, by name."""
-    refs = list(refs)
-    take = lambda count: [refs.pop(0) for _ in range(count)]
-    operands, arrays = take(6), take(len(plan.arrays) + plan.visit_table)
-    dq_sums, added = (take(1)[0] if plan.fused else None), dict(zip(plan.added, take(len(plan.added)), strict=True))
+    queue = list(refs)
+    take = lambda count: [queue.pop(0) for _ in range(count)]
+    own_a, own_b, other_a, other_b, start, delta = take(6)
     names = [name for name in plan.gives if not (plan.fused and name == "dq")]
-    gradients = dict(zip(names, take(len(names)), strict=True))
-    return Refs(*operands, tuple(arrays), dq_sums, added, gradients, dict(zip(plan.summed, refs, strict=True)))
+    return Refs(
+        own_a,
+        own_b,
+        other_a,
+        other_b,
+        start,
+        delta,
+        arrays=tuple(take(len(plan.arrays) + plan.visit_table)),
+        dq_sums=queue.pop(0) if plan.fused else None,
+        added=dict(zip(plan.added, take(len(plan.added)), strict=True)),
+        gradients=dict(zip(names, take(len(names)), strict=True)),
+        summed=dict(zip(plan.summed, queue, strict=True)),
+    )
 
 
 def visits(plan: Plan, work: Work, gmem: Refs, n: Any) -> schedule.Visits:

@@ -292,12 +292,12 @@ class Plan:
     def barriers(self, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
         """The barriers between warpgroups, by name."""
         return {
-            name: NamedBarrier(first, *threads, scratch.get(f"{name}_mbarrier"), name == "wgs_meet")
-            for name, (first, _, _, threads) in self._barriers().items()
+            name: NamedBarrier(first, arriving, waiting, scratch.get(f"{name}_mbarrier"), name == "wgs_meet")
+            for name, (first, _, _, (arriving, waiting)) in self._barriers().items()
         }
 
 
-def _turned(x):
+def _turned(x: Any) -> Any:
     """An array [B, N, T, S] with its last two axes exchanged."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)

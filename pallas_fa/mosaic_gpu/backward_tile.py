@@ -105,7 +105,11 @@ def _array(plan, i, at, scratch, slot, shape, in_score):
 
 def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any) -> tuple[Any, ...]:
     """(dx, gradients of the score's float arrays), all float32 and of the shape of x, for a gradient dy of the result."""
-    apply = lambda x, arrays: with_float_arrays(score, arrays).apply(x, b, n, t, s)
+
+    def apply(x, arrays):
+        given: Any = with_float_arrays(score, arrays)
+        return given.apply(x, b, n, t, s)
+
     # As float32, so that no gradient is rounded before it is summed.
     arrays = tuple(a.astype(jnp.float32) for a in float_arrays(score))
     dx, gradients = jax.vjp(apply, x, arrays)[1](dy)

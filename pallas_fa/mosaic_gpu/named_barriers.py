@@ -47,12 +47,12 @@ class NamedBarrier:
     def _ptx(self, operation, i):
         threads = self.arriving + (0 if self.meeting else self.waiting)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
         def bar(_, number):
             operands, text = [number.registers[()]], f"bar.{operation} $0, {threads};"
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r", has_side_effects=True)
 
-        bar(jnp.int32(self.first) + i)
+        run: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(bar)
+        run(jnp.int32(self.first) + i)
 
 
 def fence_for_async_copies(interpret: bool) -> None:
@@ -64,9 +64,9 @@ def fence_for_async_copies(interpret: bool) -> None:
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu()
     def fence(_):
         text = "fence.proxy.async.shared::cta;"
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
 
-    fence()
+    run: Any = plgpu.inline_mgpu()(fence)
+    run()

@@ -77,9 +77,9 @@ def visits_of_blocks(
 
 def table(found: Visits, blocks: int) -> Any:
     """`visits_of_blocks` as a table that a kernel reads: int32 [B|1, N|1, blocks, 4]."""
-    found = [jnp.asarray(x, jnp.int32) for x in found]
-    shape = jnp.broadcast_shapes((1, 1, blocks), *(x.shape for x in found))
-    return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
+    columns = [jnp.asarray(x, jnp.int32) for x in found]
+    shape = jnp.broadcast_shapes((1, 1, blocks), *(x.shape for x in columns))
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1)
 
 
 def as_lines(found: Visits, blocks: int) -> Visits | None:

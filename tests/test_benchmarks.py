@@ -1,0 +1,167 @@
+"""The benchmarks: the workloads are what they say, their truth is the library's, and a run makes complete rows."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_fa
+from benchmarks import measure, plot, rows, run
+from benchmarks.implementations import parse
+from benchmarks.truth import truth
+from benchmarks.workloads import Workload, self_attention, suites
+
+_SMALL = [
+    self_attention("causal", 2, 24, 4, 8, K=2, causal=True, dtype="float32"),
+    self_attention("window", 1, 24, 2, 8, window=(3, 2), dtype="float32"),
+    self_attention("documents", 2, 24, 2, 8, causal=True, documents=8, dtype="float32"),
+    self_attention("padding", 3, 24, 2, 8, padding=0.5, soft_cap=2.0, dtype="float32"),
+    self_attention("bias", 3, 24, 2, 8, padding=0.25, bias="NTS", dtype="float32"),
+    Workload("cross", 2, 5, 24, 4, 2, 8, 16, "float32"),
+]
+_by_name = pytest.mark.parametrize("workload", _SMALL, ids=lambda w: w.name)
+
+
+def _gradients(workload, implementation, arrays, d_out):
+    attend = lambda arrays: implementation.attend(workload, arrays, implementation.masks(workload))
+    out, pullback = jax.vjp(attend, arrays)
+    return {"out": out, **pullback(d_out)[0]}
+
+
+@_by_name
+def test_pairs_are_those_of_the_mask(workload):
+    dense = np.broadcast_to(workload.dense(), (workload.B, 1, workload.T, workload.S))
+    assert workload.pairs() == dense.sum()
+    assert workload.flops("forward") == 2 * (workload.H + workload.Hv) * workload.N * dense.sum()
+    assert workload.flops("fwdbwd") == workload.flops("forward") + workload.flops("backward")
+
+
+@pytest.mark.parametrize(
+    "name", ["pallas_fa:xla", "pallas_fa:xla+dense", "jax.nn:xla", "jax.nn:xla+dense", "jax.nn:xla+bias"]
+)
+@_by_name
+def test_every_form_agrees_with_truth(workload, name):
+    """So the masks in each form, the truth and the library are three ways to say the same."""
+    implementation = parse(name)
+    lacks = implementation.library == "jax.nn" and (workload.soft_cap or workload.H != workload.Hv)
+    if not implementation.applies(workload) or lacks:
+        return
+    arrays, d_out = workload.inputs()
+    true = truth(workload, arrays, d_out, affordable=2**20)
+    errors = true.errors(_gradients(workload, implementation, arrays, d_out))
+    assert set(errors) == {"out", *arrays}
+    assert max(e["max"] for e in errors.values()) < 1e-5
+
+
+def test_truth_of_a_few_rows_is_part_of_the_truth_of_all():
+    workload = self_attention("long", 1, 300, 2, 8, causal=True, dtype="float32")
+    arrays, d_out = workload.inputs()
+    few, whole = (truth(workload, arrays, d_out, affordable) for affordable in (1, 2**20))
+    assert set(few.values) == {"out", "query"} and len(few.rows) == 64
+    for name, value in few.values.items():
+        np.testing.assert_allclose(value, whole.values[name][:, few.rows], rtol=1e-12, atol=1e-12)
+
+
+def test_errors_are_found():
+    workload = _SMALL[0]
+    arrays, d_out = workload.inputs()
+    true = truth(workload, arrays, d_out, affordable=2**20)
+    out = pallas_fa.dot_product_attention(*(arrays[n] for n in ("query", "key", "value")), is_causal=True)
+    assert true.errors({"out": out})["out"]["max"] < 1e-5
+    assert true.errors({"out": out.at[-1, 0, -1, 0].add(1)})["out"]["max"] > 0.1
+    broken = true.errors({"out": out.at[-1, 0, -1, 0].set(np.nan)})
+    assert rows.accuracy(broken, 24)["max_error"] is None
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward", "fwdbwd"))
+def test_a_program_computes_its_direction(direction):
+    workload, implementation = _SMALL[4], parse("pallas_fa:xla")
+    program = measure.Program(implementation, workload, direction)
+    program.compile()
+    assert program.error is None and program.memory["temp"] > 0
+    inputs = measure.input_sets(workload)
+    bound = program.bind(inputs)
+    got = program.results(bound.first()[0])
+    want = _gradients(workload, implementation, *inputs[0])
+    names = {"forward": {"out"}, "backward": set(want) - {"out"}, "fwdbwd": set(want)}[direction]
+    assert set(got) == names
+    for name in names:
+        np.testing.assert_allclose(got[name], want[name], atol=1e-5)
+
+
+def test_turns_pair_every_sample_with_one_of_the_baseline():
+    class Fake:
+        def __init__(self, name, seconds):
+            self.program = measure.Program(parse(name), _SMALL[0], "forward")
+            self.seconds, self.taken = seconds, 0
+
+        def sample(self):
+            self.taken += 1
+            return self.seconds
+
+    base, fast, slow = Fake("jax.nn:xla", 2.0), Fake("pallas_fa:xla", 1.0), Fake("pallas_fa:reference", 4.0)
+    far = (math.inf, math.inf)
+    ratios = measure.take_turns([fast, slow], base, 5, far, after=lambda: None)  # type: ignore[arg-type]
+    assert ratios == {"pallas_fa:xla": [2.0] * 5, "pallas_fa:reference": [0.5] * 5}
+    assert (base.taken, fast.taken, slow.taken) == (10, 5, 5)
+    measure.take_turns([fast], None, 5, (-math.inf, -math.inf), after=lambda: None)  # type: ignore[arg-type]
+    assert fast.taken == 6, "one round even where there is no time"
+
+
+def test_a_run_makes_complete_rows_and_a_plot(tmp_path, monkeypatch, capsys):
+    suite = dataclasses.replace(
+        suites()["cpu"],
+        workloads=tuple(dataclasses.replace(w, series=s) for w, s in zip(_SMALL[:3], ("", "s", ""), strict=True)),
+    )
+    monkeypatch.setattr(run, "suites", lambda: {"cpu": suite})
+    out = tmp_path / "rows.jsonl"
+    names = ["jax.nn:xla", "pallas_fa:xla", "jax.nn:cudnn", "pallas_fa:mosaic_gpu"]
+    run.main(["--suite", "cpu", "--implementations", *names, "--rounds", "3", "--target-ms", "0", "--out", str(out)])
+
+    found = rows.read([out])
+    assert len(found) == 3 * 2 * len(names)
+    assert len({(row["workload"], row["implementation"], row["direction"]) for row in found}) == len(found)
+    for row in found:
+        assert {"run", "device", "versions", "shape", "dtype", "mask", "config", "provenance", "error"} <= set(row)
+        if row["implementation"] in names[:2]:
+            assert row["error"] is None and row["max_error"] < 1e-5 and row["temp_bytes"] > 0
+            assert row["p90_ms"] >= row["p50_ms"] >= row["min_ms"] > 0 and row["tflops"] > 0 and row["ratio"] > 0
+        else:
+            assert row["error"] and "p50_ms" not in row
+    json.dumps(found, allow_nan=False)
+    printed = capsys.readouterr().out
+    assert "pallas_fa:xla" in printed and "cuDNN" in printed
+    assert out.with_suffix(".png").stat().st_size > 1000
+    plot.main([str(out), "--out", str(tmp_path / "again.png")])
+    assert (tmp_path / "again.png").exists()
+
+
+def test_what_the_budget_does_not_reach_is_a_row(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    args = ["--suite", "cpu", "--workloads", "small-128", "--directions", "forward", "--budget-seconds", "0"]
+    found = run.main([*args, "--out", str(out), "--no-plot"])
+    assert len(found) == 3 and all("budget" in row["error"] for row in found)
+
+
+def test_wrong_names_are_explained():
+    with pytest.raises(ValueError, match=r"library:backend\[\+form\]"):
+        parse("cudnn")
+    with pytest.raises(SystemExit, match="causal-2048"):
+        run.main(["--suite", "cpu", "--workloads", "nothing"])
+
+
+def test_suites_are_those_of_the_tables():
+    table = suites()["hopper-forward"].workloads
+    lines = [w for w in table if w.series]
+    assert {(w.H, w.causal, w.S) for w in lines} == {
+        (H, causal, S) for H in (64, 128, 256) for causal in (False, True) for S in (1024, 4096, 16384)
+    }
+    assert all(w.B * w.S == 16384 and w.N * w.H == 2048 and w.dtype == "bfloat16" for w in lines)
+    for name, suite in suites().items():
+        assert len({w.name for w in suite.workloads}) == len(suite.workloads), name
+        assert suite.baseline in suite.implementations and all(parse(i).name == i for i in suite.implementations)
+    windowed = next(w for w in suites()["hopper-forward-masks"].workloads if w.window)
+    assert windowed.pairs() == 2 * (1024 * 8192 - 1024 * 1023 // 2), "each query sees at most 1024 keys"
