@@ -9,8 +9,6 @@ READY := $(VENV)/.ready
 ARGS :=
 
 # pytest runs one worker per core, so the other thread pools of a worker get one thread.
-# XLA runs a kernel's warpgroups, interpreted, on its thread pool: with a thread per core they would deadlock.
-test smoke newest: export NPROC = 16
 test smoke newest: export OMP_NUM_THREADS = 1
 test smoke newest: export OPENBLAS_NUM_THREADS = 1
 

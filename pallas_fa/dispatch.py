@@ -58,26 +58,32 @@ def choose(problem: Problem, implementation: Any, dropout: bool = False) -> Impl
 def explain_choice(problem: Problem, implementation: Any, dropout: bool = False) -> str:
     """One line for each implementation: what it would do with `problem`."""
     names = _names(implementation, dropout)
-    chosen = next((name for name in names if supports(name, problem, dropout) is None), None)
+    reasons = {name: supports(name, problem, dropout) for name in NAMES}
+    chosen, second, *_ = [*(name for name in names if reasons[name] is None), None, None]
     lines = []
-    for name in NAMES:
-        reason = supports(name, problem, dropout)
+    for name, reason in reasons.items():
         if name == chosen:
-            verdict = "runs this call" + _remark(name, dropout)
+            verdict = "runs this call" + _remark(name, problem, dropout)
         elif reason is not None:
             verdict = f"cannot: {reason}"
+        elif name == second and chosen == "mosaic_gpu" and not support.cuda_devices():
+            verdict = f"runs this call on this machine's {jax.default_backend()}"
         else:
             verdict = "could; comes later in the order" if name in names else "could, but only when named"
         lines.append(f"{name}: {verdict}")
     return "\n".join(lines)
 
 
-def _remark(chosen, dropout):
+def _remark(chosen, problem, dropout):
     if dropout:
         return ", dropout in plain jnp with the T x S weights in memory"
-    if chosen == "mosaic_gpu" and not support.cuda_devices():
-        return f" where it is lowered for a CUDA GPU; not on this machine's {jax.default_backend()}"
-    return ""
+    if chosen != "mosaic_gpu":
+        return ""
+    from pallas_fa.mosaic_gpu.backward import supports_backward
+
+    reason = supports_backward(problem)
+    gradients = f"; xla computes its gradients, because {reason}" if reason else ""
+    return gradients if support.cuda_devices() else f" where it is lowered for a CUDA GPU{gradients}"
 
 
 def _names(implementation, dropout=False) -> tuple[str, ...]:
@@ -119,4 +125,13 @@ def _kernels(elsewhere: str | None) -> Implementation:
         fallback = other and functools.partial(other.forward, problem)
         return platforms.cuda_only(functools.partial(kernel, problem), fallback)(*operands)
 
-    return Implementation("mosaic_gpu", forward, xla.backward)
+    def backward(problem, *operands):
+        from pallas_fa.mosaic_gpu.backward import backward as kernel
+        from pallas_fa.mosaic_gpu.backward import supports_backward
+
+        if supports_backward(problem) is not None:
+            return xla.backward(problem, *operands)
+        fallback = other and functools.partial(other.backward, problem)
+        return platforms.cuda_only(functools.partial(kernel, problem), fallback)(*operands)
+
+    return Implementation("mosaic_gpu", forward, backward)

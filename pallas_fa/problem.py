@@ -40,7 +40,7 @@ class Problem:
     @property
     def acc_dtype(self) -> np.dtype:
         """float64 for float64, float32 for everything else."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
 
 class Operands(NamedTuple):

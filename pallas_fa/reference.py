@@ -31,12 +31,14 @@ def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: A
 def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
     """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N]) of the query rows t0, t0 + 1, ... in q."""
     lengths = masks.lengths_of(mask)
-    q = tile.zero_padding(q, None if lengths.q_lengths is None else lengths.q_lengths - t0)
+    q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
+    q = tile.zero_padding(q, q_lengths)
     k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
     p, lse = probabilities(problem, q, k, score, mask, t0)
     v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
     out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)
-    return out.astype(problem.dtype), jnp.swapaxes(lse, 1, 2)
+    out = tile.zero_padding(out.astype(problem.dtype), q_lengths)  # it is 0 there, and keeps a NaN in its cotangent out
+    return out, jnp.swapaxes(lse, 1, 2)
 
 
 def _along(axis, shape):

@@ -22,7 +22,7 @@ class Score(Node):
     """A function of one scaled logit and its position. Compose with `then`: `SoftCap(50.0).then(Alibi(slopes))`."""
 
     def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
-        """The new logit; `x` is float32 (float64 for float64 inputs), natural-log scaled."""
+        """The new logit; `x` and the float arrays are float32 (float64 for float64 inputs)."""
         raise NotImplementedError
 
     def bind(self, dims: Dims) -> "Score":
@@ -67,7 +67,7 @@ class Alibi(Score):
         return Alibi(dims.spanning("slopes", self.slopes, "BN"))
 
     def apply(self, x, b, n, t, s):
-        return x - self.slopes.astype(x.dtype) * jnp.abs(t - s).astype(x.dtype)
+        return x - self.slopes * jnp.abs(t - s).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Bias(Score):
         return Bias(dims.broadcastable("bias", self.array))
 
     def apply(self, x, b, n, t, s):
-        return x + self.array.astype(x.dtype)
+        return x + self.array
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -91,7 +91,8 @@ class Custom(Score):
     """fn(x, b, n, t, s, *slices) -> x: any elementwise function in jnp.
 
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
-    broadcastable, so it never indexes an array. It must not close over arrays. Arrays of a float dtype get gradients.
+    broadcastable, so it never indexes an array. It must not close over arrays. Arrays of a float dtype come to `fn` in the
+    dtype of x, and get gradients.
     """
 
     fn: Callable[..., Any]
@@ -140,6 +141,13 @@ def with_float_arrays(score: Score | None, arrays: Iterable[Any]) -> Score | Non
     """`score` with other float arrays, in the order of `float_arrays`."""
     arrays = iter(arrays)
     return jax.tree.map(lambda x: next(arrays) if jnp.issubdtype(x.dtype, jnp.floating) else x, score)
+
+
+def evaluate(score: Score | None, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
+    """`score.apply`, with the float arrays in the dtype of x: so no gradient of theirs is rounded before it is summed."""
+    arrays = (array.astype(x.dtype) for array in float_arrays(score))
+    given = with_float_arrays(score, arrays)
+    return x if given is None else given.apply(x, b, n, t, s)
 
 
 def _parts(score):

@@ -5,7 +5,6 @@ Shapes here are [..., t, s] for logits and [..., t] for row statistics; any lead
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,12 +24,13 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
     `x`: scaled logits; `score` and `mask` hold the slices of their arrays for this tile.
     """
     if mask is None:
-        return (x if score is None else score.apply(x, b, n, t, s)), None
+        return scores.evaluate(score, x, b, n, t, s), None
     ok = jnp.broadcast_to(mask.allowed(b, n, t, s), x.shape)
     if score is not None:
         # Behind the mask there may be NaN or Inf, and 0 * NaN is NaN: no gradient may pass there, to any array.
-        gate = lambda z: jnp.where(ok, z, lax.stop_gradient(z)) if jnp.issubdtype(z.dtype, jnp.floating) else z
-        x = jax.tree.map(gate, score).apply(gate(x), b, n, t, s)
+        gate = lambda z: jnp.where(ok, z.astype(x.dtype), lax.stop_gradient(z.astype(x.dtype)))
+        gated: Any = scores.with_float_arrays(score, map(gate, scores.float_arrays(score)))
+        x = gated.apply(gate(x), b, n, t, s)
     return jnp.where(ok, x, -jnp.inf), ok
 
 

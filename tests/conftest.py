@@ -1,5 +1,11 @@
 """Fixtures and settings of all tests."""
 
+import os
+
+# XLA runs the warpgroups of an interpreted kernel on its thread pool; with fewer threads than warpgroups they would wait
+# for one another for ever. Set before JAX starts.
+os.environ["NPROC"] = "16"
+
 import hypothesis
 import numpy as np
 import pytest

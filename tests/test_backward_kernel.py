@@ -19,21 +19,24 @@ from pallas_fa import masks, scores, xla
 from pallas_fa.mosaic_gpu import named_barriers
 from pallas_fa.mosaic_gpu.backward import backward, supports_backward
 from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
-from pallas_fa.mosaic_gpu.config import BackwardConfig, backward_configs
+from pallas_fa.mosaic_gpu.config import BackwardConfig, Config, backward_configs
 from pallas_fa.problem import normalise
 from tests import cases
 from tests.cases import Case
 
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 WIDE = dataclasses.replace(BASE, H=128, Hv=128)
-ONE_STAGE = BackwardConfig(compute_wgs=1, width=64, stages=(1, 1), ds_stages=1)
+ONE_STAGE = Config(backward=BackwardConfig(compute_wgs=1, width=64, stages=(1, 1), ds_stages=1))
 
 CASES = {
     "full": (dataclasses.replace(BASE, T=256, S=256), {}),
     "full, H=128": (dataclasses.replace(WIDE, T=128, S=256), {}),
     "causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), {}),
     "causal, grouped heads": (dataclasses.replace(WIDE, T=200, S=200, N=4, K=2, mask="causal"), {}),
-    "one tile of dS": (dataclasses.replace(WIDE, mask="causal"), {"config": BackwardConfig(ds_stages=1)}),
+    "one tile of dS": (
+        dataclasses.replace(WIDE, mask="causal"),
+        {"config": Config(backward=BackwardConfig(ds_stages=1))},
+    ),
     "one stage": (dataclasses.replace(BASE, mask="causal"), {"config": ONE_STAGE}),
     "window": (dataclasses.replace(BASE, mask="window_causal"), {}),
     "segments": (dataclasses.replace(BASE, mask="segments"), {}),
@@ -195,7 +198,9 @@ def test_every_config_lowers(gives, H):
     deterministic = gives != ("dk", "dv", "dq")
     for config in backward_configs(gives, H, H):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
-        assert kernels(case, config=config, deterministic_gradients=deterministic) == (2 if deterministic else 1)
+        assert kernels(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
+            2 if deterministic else 1
+        )
 
 
 def test_deterministic_gradients_take_passes_without_additions():

@@ -12,6 +12,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import dispatch, masks, scores
+from pallas_fa.mosaic_gpu import support
 from pallas_fa.problem import normalise
 
 NAMES = ("mosaic_gpu", "xla", "reference")
@@ -137,6 +138,21 @@ def test_explain_names_what_the_kernels_cannot_do(keywords, reason):
     said = lines(*inputs(**keywords))
     assert said["mosaic_gpu"].startswith("cannot: ") and reason in said["mosaic_gpu"]
     assert said["xla"].startswith("runs this call")
+
+
+@pytest.mark.skipif(bool(support.cuda_devices()), reason="what a machine without a CUDA GPU says")
+def test_explain_says_what_runs_on_this_machine():
+    said = lines(*inputs("bfloat16", H=64))
+    assert said["mosaic_gpu"] == "runs this call where it is lowered for a CUDA GPU"
+    assert said["xla"] == "runs this call on this machine's cpu"
+
+
+def test_explain_says_what_computes_the_gradients():
+    arrays = inputs("bfloat16", H=64)
+    bias = np.ones((4, 6), np.float32)  # its gradient is a sum over heads, which the kernel adds up in no fixed order
+    said = lines(*arrays, bias=bias, deterministic_gradients=True)
+    assert "xla computes its gradients, because" in said["mosaic_gpu"] and "no fixed order" in said["mosaic_gpu"]
+    assert "gradients" not in lines(*arrays, bias=bias)["mosaic_gpu"]
 
 
 def test_explain_takes_shapes_and_computes_nothing():

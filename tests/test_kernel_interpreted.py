@@ -11,11 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import reference
 from pallas_fa.mosaic_gpu import forward
-from pallas_fa.mosaic_gpu.config import ForwardConfig
+from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
 from pallas_fa.problem import normalise
 from tests.cases import Case
 
-TWO, THREE = (ForwardConfig(compute_wgs=wgs, block_kv=64) for wgs in (2, 3))
+TWO, THREE = (Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64)) for wgs in (2, 3))
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {

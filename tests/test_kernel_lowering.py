@@ -13,7 +13,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
-from pallas_fa.mosaic_gpu.config import ForwardConfig, forward_configs
+from pallas_fa.mosaic_gpu.config import Config, ForwardConfig, forward_configs
 from tests import cases
 from tests.cases import Case
 
@@ -63,7 +63,7 @@ CONFIGS = sorted({(dim, c) for dim in (64, 128, 192, 256) for c in forward_confi
 @pytest.mark.parametrize(("dim", "config"), CONFIGS)
 def test_every_configuration_of_the_tables_lowers(dim, config):
     case = dataclasses.replace(BASE, mask="segments", H=dim, Hv=dim)
-    assert lower_forward(case, config=config) == 1
+    assert lower_forward(case, config=Config(forward=config)) == 1
 
 
 def test_sizes_past_two_to_the_31_lower():
@@ -102,7 +102,7 @@ def test_the_operations_said_to_lower_do():
         ({"score": scores.Custom(lambda x, b, n, t, s: jnp.floor(x))}, "floor"),
         ({"mask": masks.Custom(lambda b, n, t, s: jnp.isfinite(t * 1.0))}, "is_finite"),
         ({"score": scores.Custom(lambda x, b, n, t, s: x + jnp.arange(64.0))}, "iota"),
-        ({"config": 3}, "ForwardConfig"),
+        ({"config": 3}, "config.Config"),
     ],
 )
 def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):

@@ -86,5 +86,7 @@ class KernelArray:
         return sizes[self.kind] * self.stored_dtype.itemsize
 
     def restore(self, x: Any) -> Any:
-        """Values from device memory in the dtype that the mask or score function was given."""
+        """Values from device memory as a mask or score function takes them: floats in float32."""
+        if jnp.issubdtype(self.dtype, jnp.floating):
+            return x.astype(jnp.float32)
         return x != 0 if self.dtype == np.bool_ else x.astype(self.dtype)

@@ -16,26 +16,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.mosaic_gpu import elementwise, schedule
 from pallas_fa.mosaic_gpu.backward_kernel import kernel
 from pallas_fa.mosaic_gpu.backward_memory import visits_of_blocks
-from pallas_fa.mosaic_gpu.backward_plan import SHARED_MEMORY, Plan, passes
+from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E, row_starts
 from pallas_fa.mosaic_gpu.backward_tile import score_pullback
+from pallas_fa.mosaic_gpu.config import SHARED_MEMORY
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays
 
-_DTYPES = ("bfloat16", "float16")
-
 
 def supports_backward(problem: Problem) -> str | None:
-    """None if this kernel can do the gradients of `problem`, else the reason why not."""
-    dims = problem.dims
-    if problem.dtype.name not in _DTYPES:
-        return f"the backward kernel takes {' and '.join(_DTYPES)}, not {problem.dtype.name}"
-    if 0 in (dims.B, dims.T, dims.S, dims.N):
-        return "the backward kernel takes no empty arrays"
-    if problem.H % 8 or problem.Hv % 8:
-        return f"the backward kernel takes head dims that are multiples of 8, not H={problem.H}, Hv={problem.Hv}"
-    if max(problem.H, problem.Hv) > 256:
-        return f"the backward kernel takes head dims up to 256, not H={problem.H}, Hv={problem.Hv}"
+    """None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason why not."""
     reasons = []
     for gives in passes(problem):
         plans = Plan.candidates(problem, gives, interpret=False)

@@ -11,12 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa import masks
 from pallas_fa.mosaic_gpu.accumulators import TensorCore
 from pallas_fa.mosaic_gpu.arrays import KernelArray
-from pallas_fa.mosaic_gpu.config import BackwardConfig, backward_configs
+from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, BackwardConfig, backward_configs, named_or
 from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.mosaic_gpu.tiles import Tiles, swizzle
+from pallas_fa.mosaic_gpu.tiles import Tiles, alike, swizzle
 from pallas_fa.problem import Problem
 
-SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers take
 _F32 = np.dtype(np.float32)
 FUSED = (("dk", "dv", "dq"),)
 
@@ -68,11 +67,8 @@ class Plan:
         T, S = problem.dims.T, problem.dims.S
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         q, k, v, d_out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
-        # The two factors of a matmul come in the same chunks.
-        if q.chunk != k.chunk:
-            q, k = (dataclasses.replace(x, in_chunks=True) for x in (q, k))
-        if v.chunk != d_out.chunk:
-            v, d_out = (dataclasses.replace(x, in_chunks=True) for x in (v, d_out))
+        q, k = alike(q, k)  # the factors of a matmul come in the same chunks
+        v, d_out = alike(v, d_out)
         by_keys = gives != ("dq",)
         sides = (k, v, q, d_out) if by_keys else (q, d_out, k, v)
         leaves, tree = jax.tree.flatten((problem.score, problem.mask))
@@ -80,8 +76,7 @@ class Plan:
         in_score = enumerate(jax.tree.leaves(problem.score))
         floats = [i for i, x in in_score if gives != ("dv",) and jnp.issubdtype(x.dtype, jnp.floating)]
         differentiated = [i for i in floats if _is_per_query(leaves[i]) != by_keys]
-        named = isinstance(problem.config, BackwardConfig)
-        configs = (problem.config,) if named else backward_configs(gives, q.padded_dim, v.padded_dim)
+        configs = named_or(problem.config, "backward", backward_configs(gives, q.padded_dim, v.padded_dim))
         plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, interpret) for c in configs)
         return [plan for plan in plans if plan.can_share_dq]
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import elementwise
 from pallas_fa.mosaic_gpu.backward_plan import Plan
-from pallas_fa.scores import float_arrays, with_float_arrays
+from pallas_fa.scores import evaluate, float_arrays, with_float_arrays
 
 TILE, PER_OWN, PER_OTHER = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -79,7 +79,7 @@ class TileOfLogits:
         """Logits after the score."""
         if self.score is None:
             return x
-        apply = lambda x, t, s, score: score.apply(x, self.at.b, self.at.n, t, s)
+        apply = lambda x, t, s, score: evaluate(score, x, self.at.b, self.at.n, t, s)
         return elementwise.inline(apply, x, self.t, self.s, self.score)
 
     def pullback(self, x: Any, dy: Any) -> tuple[Any, ...]:
@@ -105,11 +105,7 @@ def _array(plan, i, at, scratch, slot, shape, in_score):
 
 def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any) -> tuple[Any, ...]:
     """(dx, gradients of the score's float arrays), all float32 and of the shape of x, for a gradient dy of the result."""
-
-    def apply(x, arrays):
-        given: Any = with_float_arrays(score, arrays)
-        return given.apply(x, b, n, t, s)
-
+    apply = lambda x, arrays: evaluate(with_float_arrays(score, arrays), x, b, n, t, s)
     # As float32, so that no gradient is rounded before it is summed.
     arrays = tuple(a.astype(jnp.float32) for a in float_arrays(score))
     dx, gradients = jax.vjp(apply, x, arrays)[1](dy)

@@ -1,6 +1,9 @@
 """Tiles of the kernels: frozen configurations and the tables that choose them."""
 
 import dataclasses
+from typing import Any
+
+SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers and alignment take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,3 +115,23 @@ def backward_configs(gives: tuple[str, ...], head_dim: int, value_dim: int) -> t
     if head_dim == 128 or "dq" not in gives:
         return Config(), Config(ds_stages=1), *small
     return small
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles for one call, `config=` of `dot_product_attention`. None: those of the tables."""
+
+    forward: ForwardConfig | None = None
+    backward: BackwardConfig | None = None
+
+    def __post_init__(self):
+        for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r} must be a {kind.__name__}, or None for the tables.")
+
+
+def named_or(given: Any, direction: str, table: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The configuration of `given` (a Config or None) for "forward" or "backward", where there is one; else the table."""
+    named = getattr(given, direction, None)
+    return table if named is None else (named,)

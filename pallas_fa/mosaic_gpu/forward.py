@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import masks
+from pallas_fa import masks, scores
 from pallas_fa.mosaic_gpu import elementwise, schedule, tensor_core
 from pallas_fa.mosaic_gpu.forward_plan import SUM_COLUMNS, ForwardPlan
 from pallas_fa.problem import Problem
@@ -370,7 +370,7 @@ def _scored(plan, work, wg, arrays_gmem, scratch, x, i, cut):
     t = work.t0 + wg * 64 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=_TILE)
     s = (work.last - i) * c.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_TILE)
     if uses_score:
-        x = elementwise.inline(lambda x, t, s, score: score.apply(x, work.b, work.n, t, s), x, t, s, score)
+        x = elementwise.inline(lambda x, t, s, score: scores.evaluate(score, x, work.b, work.n, t, s), x, t, s, score)
     if cut:
         if problem.dims.S % c.block_kv:
             x = jnp.where(s < problem.dims.S, x, -jnp.inf)

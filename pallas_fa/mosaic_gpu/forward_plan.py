@@ -10,11 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
 from pallas_fa.mosaic_gpu.arrays import KernelArray
-from pallas_fa.mosaic_gpu.config import ForwardConfig, forward_configs
+from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
 from pallas_fa.mosaic_gpu.tiles import Tiles, alike
 from pallas_fa.problem import Problem
 
-SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers and alignment take
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
 
@@ -42,7 +41,7 @@ class ForwardPlan:
         v, out = alike(v, out)  # and the chunks of p v are those of v
         leaves, tree = jax.tree.flatten((score, mask))
         arrays = tuple(map(KernelArray.of, leaves))
-        configs = (problem.config,) if problem.config else forward_configs(q.padded_dim, v.padded_dim)
+        configs = named_or(problem.config, "forward", forward_configs(q.padded_dim, v.padded_dim))
         plans = [cls(problem, c, arrays, tree, q, k, v, out, bool(jax.tree.leaves(mask)), interpret) for c in configs]
         return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
 

@@ -5,7 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_fa import scores
 from pallas_fa.mosaic_gpu import elementwise
+from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, Config
 from pallas_fa.problem import Problem
 
 _MAX_HEAD_DIM = 256
@@ -22,8 +24,6 @@ def supports(problem: Problem) -> str | None:
         return "a dim of size 0"
     if isinstance(problem.precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
-    if problem.deterministic_gradients:
-        return "deterministic_gradients=True"
     return _config_reason(problem) or _capability_reason() or _functions_reason(problem) or _arrays_reason(problem)
 
 
@@ -36,11 +36,9 @@ def cuda_devices() -> list[Any]:
 
 
 def _config_reason(problem):
-    from pallas_fa.mosaic_gpu.config import ForwardConfig
-
-    if problem.config is None or isinstance(problem.config, ForwardConfig):
+    if problem.config is None or isinstance(problem.config, Config):
         return None
-    return f"config={problem.config!r}; it takes a pallas_fa.mosaic_gpu.config.ForwardConfig or None"
+    return f"config={problem.config!r}; it takes a pallas_fa.mosaic_gpu.config.Config or None"
 
 
 def _capability_reason():
@@ -66,7 +64,7 @@ def _functions_reason(problem):
         if reason:
             return f"the mask: {reason}"
     if problem.score is not None:
-        score = lambda x, b, n, t, s, score: score.apply(x, b, n, t, s)
+        score = lambda x, b, n, t, s, score: scores.evaluate(score, x, b, n, t, s)
         reason = elementwise.why_not(score, x, index, index, tile, tile, slices(problem.score))
         if reason:
             return f"the score: {reason}"
@@ -74,9 +72,17 @@ def _functions_reason(problem):
 
 
 def _arrays_reason(problem: Problem) -> str | None:
+    """Of arrays, and of named tiles: without either, everything is in the tables."""
     leaves: Any = jax.tree.leaves((problem.score, problem.mask))
-    if not leaves:
+    if not leaves and problem.config is None:
         return None
     from pallas_fa.mosaic_gpu.arrays import KernelArray
+    from pallas_fa.mosaic_gpu.forward_plan import ForwardPlan
 
-    return next((reason for x in leaves if (reason := KernelArray.of(x).why_not())), None)
+    reasons = (KernelArray.of(x).why_not() for x in leaves)
+    if reason := next((reason for reason in reasons if reason), None):
+        return reason
+    needed = ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).shared_memory()
+    if needed <= SHARED_MEMORY:
+        return None
+    return f"{needed} bytes of shared memory with the arrays of its mask and score; there are {SHARED_MEMORY}"
