@@ -55,7 +55,7 @@ PROGRAMS = {
         2,
     ),
     "grad of grad": (
-        jax.grad(lambda *x: sum(jnp.sum(jnp.square(g)) for g in gradient(*x)).astype(jnp.float32)),
+        jax.grad(lambda *x: sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradient(*x))),
         (Q, K, V, BIAS),
         3,  # the backward twice: for the gradient, and for how it depends on out; their own derivatives are XLA's
     ),
