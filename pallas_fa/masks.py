@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_fa import ranges
+from pallas_fa import offsets, ranges
 from pallas_fa.dims import Dims
-from pallas_fa.pytree import Node, is_array, is_static_int, is_static_number
+from pallas_fa.part import AtOrigin, Part
+from pallas_fa.pytree import Node, is_array, is_static_int
 from pallas_fa.ranges import FAR, Range
 
 _EVERYTHING = (-FAR, FAR)
@@ -56,6 +57,10 @@ class Mask(Node):
         """This mask for one call: arrays checked and shaped [B|1, N|1, T|1, S|1], alignment resolved."""
         return self
 
+    def moved(self, part: Part) -> "Mask":
+        """This bound mask, whose arrays are cut to `part` already, at the part's own indices."""
+        return self
+
     def __and__(self, other: "Mask") -> "Mask":
         return And(_parts(self, And) + _parts(_checked_mask(other, "&"), And))
 
@@ -84,43 +89,45 @@ class Causal(Mask):
     def __post_init__(self):
         if self.align not in ("top_left", "bottom_right"):
             raise ValueError(f"align={self.align!r} is not a way to align Causal. Use 'top_left' or 'bottom_right'.")
-        object.__setattr__(self, "offset", _static_int_or_array("offset", self.offset))
+        object.__setattr__(self, "offset", offsets.checked("offset", self.offset))
 
     def bind(self, dims, lengths):
-        offset = self.offset
-        if is_array(offset):
-            offset = jnp.clip(dims.spanning("offset", offset, "B"), -FAR, FAR).astype(jnp.int32)
+        offset = offsets.bound(self.offset, dims)
         if self.align == "bottom_right":
             q_lengths = dims.T if lengths.q_lengths is None else lengths.q_lengths
             kv_lengths = dims.S if lengths.kv_lengths is None else lengths.kv_lengths
             offset = offset + kv_lengths - q_lengths
         return Causal(offset=offset)
 
-    def _offset(self):
-        return self.offset[:, :, 0] if is_array(self.offset) else self.offset  # [B, N, 1], against [tiles]
+    def moved(self, part):
+        return Causal(offset=self.offset + part.shift)
 
     def allowed(self, b, n, t, s):
         return s <= t + self.offset
 
     def kv_range(self, t_lo, t_hi):
-        return -FAR, t_hi + self._offset()
+        return -FAR, t_hi + offsets.per_tile(self.offset)
 
     def q_range(self, s_lo, s_hi):
-        return s_lo - self._offset(), FAR
+        return s_lo - offsets.per_tile(self.offset), FAR
 
     def full_kv_range(self, t_lo, t_hi):
-        return -FAR, t_lo + self._offset() + 1
+        return -FAR, t_lo + offsets.per_tile(self.offset) + 1
 
     def full_q_range(self, s_lo, s_hi):
-        return s_hi - 1 - self._offset(), FAR
+        return s_hi - 1 - offsets.per_tile(self.offset), FAR
 
 
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """t - left <= s <= t + right, both ends included; None is no bound on that side."""
+    """t + offset - left <= s <= t + offset + right, both ends included; None is no bound on that side.
+
+    `offset`: an int, or an int array [*B] (chunked prefill, decoding into a cache).
+    """
 
     left: int | None = None
     right: int | None = None
+    offset: Any = 0
 
     def __post_init__(self):
         for name in ("left", "right"):
@@ -131,16 +138,27 @@ class Window(Mask):
                 raise TypeError(f"{name}={value!r} must be an int (keys on that side of the query) or None (no bound).")
             if value < 0:
                 raise ValueError(f"{name}={value} must be >= 0: a window includes the query's own position. Use 0.")
-            object.__setattr__(self, name, min(int(value), FAR))
+            object.__setattr__(self, name, min(int(value), FAR // 2))
+        object.__setattr__(self, "offset", offsets.checked("offset", self.offset))
+
+    def bind(self, dims, lengths):
+        return Window(self.left, self.right, offsets.bound(self.offset, dims))
+
+    def moved(self, part):
+        return Window(self.left, self.right, self.offset + part.shift)
 
     @property
     def _bounds(self):
-        return (FAR if self.left is None else self.left), (FAR if self.right is None else self.right)
+        """How far the window reaches left and right of t, against tiles."""
+        left, right = (FAR if self.left is None else self.left), (FAR if self.right is None else self.right)
+        offset = offsets.per_tile(self.offset)
+        return left - offset, right + offset
 
     def allowed(self, b, n, t, s):
-        left, right = self._bounds
-        above, below = s >= t - left, s <= t + right
-        return below if self.left is None else above if self.right is None else above & below
+        centre = t + self.offset
+        above = None if self.left is None else s >= centre - self.left
+        below = s <= centre + (FAR if self.right is None else self.right)
+        return below if above is None else above if self.right is None else above & below
 
     def kv_range(self, t_lo, t_hi):
         left, right = self._bounds
@@ -171,7 +189,7 @@ class Segments(Mask):
 
     def __post_init__(self):
         for name in ("q_ids", "kv_ids"):
-            object.__setattr__(self, name, _int_array(name, getattr(self, name)))
+            object.__setattr__(self, name, offsets.int_array(name, getattr(self, name)))
 
     def bind(self, dims, lengths):
         return Segments(dims.spanning("q_ids", self.q_ids, "BT"), dims.spanning("kv_ids", self.kv_ids, "BS"))
@@ -206,7 +224,7 @@ class Lengths(Mask):
     def __post_init__(self):
         for name in ("q_lengths", "kv_lengths"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _int_array(name, getattr(self, name)))
+                object.__setattr__(self, name, offsets.int_array(name, getattr(self, name)))
 
     def bind(self, dims, lengths):
         def bound(name, size):
@@ -221,6 +239,13 @@ class Lengths(Mask):
             return jnp.clip(x, 0, size).astype(jnp.int32)
 
         return Lengths(bound("q_lengths", dims.T), bound("kv_lengths", dims.S))
+
+    def moved(self, part):
+
+        def cut(lengths, axis):
+            return None if lengths is None else jnp.clip(lengths - part.start[axis], 0, part.size[axis])
+
+        return Lengths(cut(self.q_lengths, 2), cut(self.kv_lengths, 3))
 
     def allowed(self, b, n, t, s):
         queries = True if self.q_lengths is None else t < self.q_lengths
@@ -307,6 +332,9 @@ class Custom(Mask):
         arrays = (dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays))
         return Custom(self.fn, *arrays, ranges=self.ranges and self.ranges.bind(dims, lengths))
 
+    def moved(self, part):
+        return Custom(AtOrigin(self.fn, 0), *part.origin, *self.arrays, ranges=self.ranges and self.ranges.moved(part))
+
     def allowed(self, b, n, t, s):
         return self.fn(b, n, t, s, *self.arrays)
 
@@ -325,6 +353,9 @@ class And(Mask):
 
     def bind(self, dims, lengths):
         return And(tuple(part.bind(dims, lengths) for part in self.parts))
+
+    def moved(self, part):
+        return And(tuple(each.moved(part) for each in self.parts))
 
     def allowed(self, b, n, t, s):
         result = self.parts[0].allowed(b, n, t, s)
@@ -357,6 +388,9 @@ class Or(Mask):
 
     def bind(self, dims, lengths):
         return Or(tuple(part.bind(dims, lengths) for part in self.parts))
+
+    def moved(self, part):
+        return Or(tuple(each.moved(part) for each in self.parts))
 
     def allowed(self, b, n, t, s):
         result = self.parts[0].allowed(b, n, t, s)
@@ -432,21 +466,3 @@ def _as_array(name, x):
     if not is_array(x):
         raise TypeError(f"{name} holds a {type(x).__name__}; it must hold arrays, broadcastable to [*B, N, T, S].")
     return x
-
-
-def _int_array(name, x):
-    if not is_array(x):
-        if not isinstance(x, (int, list, tuple)):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array.")
-        x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}.dtype={x.dtype} must be an integer type. Convert it with `.astype(jnp.int32)`.")
-    return x
-
-
-def _static_int_or_array(name, x):
-    if is_static_number(x):
-        if not is_static_int(x):
-            raise TypeError(f"{name}={x!r} must be an int or an int array.")
-        return max(-FAR, min(FAR, int(x)))
-    return _int_array(name, x)

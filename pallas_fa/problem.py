@@ -185,7 +185,7 @@ def _scale(scale, head_dim):
 
 
 def _times(x, b, n, t, s, factor):
-    return x * factor.astype(x.dtype)
+    return x * factor
 
 
 def _bias(bias):

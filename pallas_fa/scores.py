@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_fa import offsets
 from pallas_fa.dims import Dims
+from pallas_fa.part import AtOrigin, Part
 from pallas_fa.pytree import Node, is_array, is_static_number
 
 
@@ -27,6 +29,10 @@ class Score(Node):
 
     def bind(self, dims: Dims) -> "Score":
         """This score for one call: arrays checked and shaped [B|1, N|1, T|1, S|1]."""
+        return self
+
+    def moved(self, part: Part) -> "Score":
+        """This bound score, whose arrays are cut to `part` already, at the part's own indices."""
         return self
 
     def then(self, other: "Score") -> "Score":
@@ -55,19 +61,27 @@ class SoftCap(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Alibi(Score):
-    """x - slope * |t - s| (Press et al., arXiv 2108.12409). `slopes`: float, [N] or [*B, N]."""
+    """x - slope * |t + offset - s| (Press et al., arXiv 2108.12409). `slopes`: float, [N] or [*B, N].
+
+    `offset`: an int, or an int array [*B] (decoding into a cache).
+    """
 
     slopes: Any
+    offset: Any = 0
 
     def __post_init__(self):
         object.__setattr__(self, "slopes", _float_array("slopes", self.slopes))
+        object.__setattr__(self, "offset", offsets.checked("offset", self.offset))
 
     def bind(self, dims):
         # [N] and [*B, N] are both meant, so the letters name the batch as well.
-        return Alibi(dims.spanning("slopes", self.slopes, "BN"))
+        return Alibi(dims.spanning("slopes", self.slopes, "BN"), offsets.bound(self.offset, dims))
+
+    def moved(self, part):
+        return Alibi(self.slopes, self.offset + part.shift)
 
     def apply(self, x, b, n, t, s):
-        return x - self.slopes * jnp.abs(t - s).astype(x.dtype)
+        return x - self.slopes * jnp.abs(t + self.offset - s).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +121,9 @@ class Custom(Score):
     def bind(self, dims):
         return Custom(self.fn, *(dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)))
 
+    def moved(self, part):
+        return Custom(AtOrigin(self.fn, 1), *part.origin, *self.arrays)
+
     def apply(self, x, b, n, t, s):
         return self.fn(x, b, n, t, s, *self.arrays)
 
@@ -119,6 +136,9 @@ class Chain(Score):
 
     def bind(self, dims):
         return Chain(tuple(part.bind(dims) for part in self.parts))
+
+    def moved(self, part):
+        return Chain(tuple(each.moved(part) for each in self.parts))
 
     def apply(self, x, b, n, t, s):
         for part in self.parts:

@@ -68,6 +68,12 @@ def _window(case, rng):
     return MaskCase({"local_window_size": (9, 30)}, lambda t, s: (t - 9 <= s) & (s <= t + 30))
 
 
+def _window_offsets(case, rng):
+    offset = np.asarray(rng.integers(-case.T // 2, case.S + 1, case.batch), np.int32)
+    mask = masks.Window(40, 8, offset)
+    return MaskCase({"mask": mask}, lambda t, s: abs(s - t - _inner(offset) + 16) <= 24)
+
+
 def _window_left(case, rng):
     return MaskCase({"local_window_size": (20, None)}, lambda t, s: t - 20 <= s)
 
@@ -163,6 +169,7 @@ MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "offset": _offset,
     "offsets": _offsets,
     "window": _window,
+    "window_offsets": _window_offsets,
     "window_left": _window_left,
     "window_int": _window_int,
     "window_causal": _window_causal,

@@ -60,11 +60,11 @@ def _times(name):
     return Step(name, lambda xp, x, a, t, s: x * a, lambda x, a, t, s: (a, x))
 
 
-def _alibi(name):
+def _alibi(name, offset=0):
     return Step(
         name,
-        lambda xp, x, a, t, s: x - a * abs(t - s),
-        lambda x, a, t, s: (1.0, -abs(t - s)),
+        lambda xp, x, a, t, s: x - a * abs(t + offset - s),
+        lambda x, a, t, s: (1.0, -abs(t + offset - s)),
         view=lambda a: a[..., None, None],
     )
 
@@ -109,10 +109,10 @@ def _soft_cap(case, rng):
     return ScoreCase({}, lambda a: {"logits_soft_cap": 1.5}, (_cap(1.5),))
 
 
-def _alibi_score(shape_of):
+def _alibi_score(shape_of, offset=0):
     def make(case, rng):
         arrays = {"slopes": 0.1 * abs(_normal(rng, shape_of(case), _at_least_float32(case)))}
-        return ScoreCase(arrays, lambda a: {"score": scores.Alibi(a["slopes"])}, (_alibi("slopes"),))
+        return ScoreCase(arrays, lambda a: {"score": scores.Alibi(a["slopes"], offset)}, (_alibi("slopes", offset),))
 
     return make
 
@@ -162,7 +162,7 @@ SCORES: dict[str, Callable[[Any, np.random.Generator], ScoreCase]] = {
     "bias_partial_batch": _bias(lambda c: (*c.batch[:-1], *(1,) * len(c.batch[-1:]), c.N, 1, c.S)),
     "soft_cap": _soft_cap,
     "alibi": _alibi_score(lambda c: (c.N,)),
-    "alibi_batch": _alibi_score(lambda c: (*c.batch, c.N)),
+    "alibi_batch": _alibi_score(lambda c: (*c.batch, c.N), offset=7),
     "custom": _custom,
     "integers": _integers,
     "everything": _everything,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.masks import Causal, Custom, Dense, Lengths, Mask, Segments, Window
+from pallas_fa.masks import Causal, Custom, Dense, Lengths, Mask, Segments, Window, lengths_of
+from pallas_fa.part import Part
 from pallas_fa.problem import normalise
 from pallas_fa.ranges import FAR
 from tests.cases import MASKS, Case
@@ -79,7 +80,7 @@ def _odd_part_of(mask, b, n, t, s):
 def static_masks(T, S):
     offsets, sides = st.integers(-T - 1, S + 1), st.none() | st.integers(0, max(T, S))
     plain = st.builds(Causal, st.sampled_from(("top_left", "bottom_right")), offsets) | st.builds(Window, sides, sides)
-    inside = st.builds(Window, sides, sides) | st.builds(Causal, offset=offsets)
+    inside = st.builds(Window, sides, sides, offsets) | st.builds(Causal, offset=offsets)
     return plain | inside.map(lambda mask: Custom(functools.partial(_odd_part_of, mask), ranges=mask))
 
 
@@ -92,7 +93,10 @@ def _integers(shape, low, high, ordered=False):
 def array_masks(draw, T, S):
     kind = draw(st.sampled_from(("offset", "segments", "lengths", "head_lengths", "dense", "custom")))
     if kind == "offset":
-        return Causal(draw(st.sampled_from(("top_left", "bottom_right"))), draw(_integers((B,), -T - 1, S + 1)))
+        offset, sides = draw(_integers((B,), -T - 1, S + 1)), st.none() | st.integers(0, max(T, S))
+        if draw(st.booleans()):
+            return Window(draw(sides), draw(sides), offset)
+        return Causal(draw(st.sampled_from(("top_left", "bottom_right"))), offset)
     if kind == "segments":
         ordered, batch = draw(st.booleans()), draw(st.sampled_from(((B,), ())))
         return Segments(*(draw(_integers((*batch, size), 0, 3, ordered)) for size in (T, S)))
@@ -166,6 +170,44 @@ def test_static_masks_answer_traced_scalars():
 
     want = (mask.kv_range(4, 8), mask.full_kv_range(4, 8), mask.q_range(4, 8), mask.full_q_range(4, 8))
     assert jax.tree.map(int, ask(4, 8)) == want
+
+
+# ---- parts of a problem -----------------------------------------------------------------------------------------------
+
+
+def moved(mask, part):
+    return part.cut(mask).moved(part)
+
+
+@hypothesis.given(masks_and_sizes(lambda T, S: static_masks(T, S) | array_masks(T, S)), st.data())
+@hypothesis.settings(max_examples=75)
+def test_a_part_of_a_mask_is_the_mask_of_the_part(mask_and_size, data):
+    """And its ranges hold, with the start of the part known while tracing or not."""
+    mask, T, S = mask_and_size
+    mask = bind(mask, T, S)
+    starts = tuple(data.draw(st.integers(0, size - 1)) for size in (B, N, T, S))
+    sizes = tuple(data.draw(st.integers(1, size - start)) for size, start in zip((B, N, T, S), starts, strict=True))
+    want = allowed(mask, T, S)[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+    for start in (starts, tuple(map(jnp.int32, starts))):
+        got = moved(mask, Part(start, sizes))
+        np.testing.assert_array_equal(allowed(got, *sizes[2:], *sizes[:2]), want)
+        if sizes[:2] == (B, N):
+            check_ranges(got, *sizes[2:], 4, fit=False)
+
+
+def test_a_part_of_a_custom_mask_keeps_its_indices():
+    mask = bind(Custom(lambda b, n, t, s, x: (b + 2 * n + t + s) % 3 == x, np.arange(9) % 3), 12, 9)
+    part = Part((1, 1, 3, 2), (1, 1, 5, 7))
+    want = allowed(mask, 12, 9)[1:, 1:, 3:8, 2:]
+    np.testing.assert_array_equal(allowed(moved(mask, part), 5, 7, 1, 1), want)
+
+
+def test_a_part_has_lengths_of_its_own():
+    """They are still found: padding in a part may hold NaN, too."""
+    mask = bind(Lengths(np.array([5, 9]), np.array([2, 8])) & Causal(), 12, 9)
+    found = lengths_of(moved(mask, Part((0, 0, 6, 3), (2, N, 6, 5))))
+    np.testing.assert_array_equal(np.ravel(found.q_lengths), [0, 3])
+    np.testing.assert_array_equal(np.ravel(found.kv_lengths), [0, 5])
 
 
 # ---- meanings -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa.dims import Dims
+from pallas_fa.part import Part
 from pallas_fa.scores import Alibi, Bias, Custom, Score, SoftCap, chain, float_arrays, with_float_arrays
 from tests.cases import SCORES, Case
 
@@ -44,6 +45,21 @@ def test_alibi(shape, x, rng):
 def test_bias_is_broadcast_right_aligned(shape, x, rng):
     array = rng.standard_normal(shape, np.float32) if shape else np.float32(0.5)
     np.testing.assert_array_equal(apply(Bias(array), x), x + array)
+
+
+def test_a_part_of_a_score_is_the_score_of_the_part(x, rng):
+    slopes, bias, gain = (rng.standard_normal(shape, np.float32) for shape in ((3,), (2, 1, 5, 7), (3, 1, 1)))
+    score = Alibi(slopes, np.array([4, -2])).then(Bias(bias)).then(SoftCap(2.0)).then(Custom(_positions, gain))
+    start, size = (1, 1, 2, 3), (1, 2, 3, 4)
+    inside = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+    want, index = apply(score, x)[inside], np.ogrid[tuple(slice(n) for n in size)]
+    for part in (Part(start, size), Part(tuple(map(jnp.int32, start)), size)):
+        got = part.cut(score.bind(DIMS)).moved(part).apply(x[inside], *index)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def _positions(x, b, n, t, s, gain):
+    return x * gain + b - n + t * s
 
 
 def test_custom_sees_absolute_indices_and_its_arrays(x, rng):

@@ -1,0 +1,61 @@
+"""`Part`: a piece of a problem that is computed by itself, on one device or in one hop of a ring."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Batch entries, query heads, queries and keys [start, start + size) of the whole problem.
+
+    `start`: (b, n, t, s), each an int or an int32 scalar array. `size`: (B, N, T, S).
+    """
+
+    start: tuple[Any, Any, Any, Any]
+    size: tuple[int, int, int, int]
+
+    @property
+    def origin(self) -> tuple[jax.Array, ...]:
+        """`start` as arrays [1, 1, 1, 1]."""
+        return tuple(map(_as_bound, self.start))
+
+    @property
+    def shift(self) -> Any:
+        """The position of the first query less that of the first key: an int, or int32 [1, 1, 1, 1]."""
+        t, s = self.start[2:]
+        both_known = isinstance(t, (int, np.integer)) and isinstance(s, (int, np.integer))
+        return int(t - s) if both_known else _as_bound(t - s)
+
+    def cut(self, tree: Any) -> Any:
+        """The arrays of a bound mask or score, [B|1, N|1, T|1, S|1] of the whole problem, cut to this part."""
+
+        def one(x):
+            for axis, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+                if x.shape[axis] > 1:
+                    x = lax.dynamic_slice_in_dim(x, start, size, axis)
+            return x
+
+        return jax.tree.map(one, tree)
+
+
+def _as_bound(x):
+    return jnp.asarray(x, jnp.int32).reshape(1, 1, 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtOrigin:
+    """A custom function of a mask (`leading` = 0) or a score (1: the logit) at the indices of the whole problem."""
+
+    fn: Callable[..., Any]
+    leading: int
+
+    def __call__(self, *args: Any) -> Any:
+        logit, rest = args[: self.leading], args[self.leading :]
+        index, origin, arrays = rest[:4], rest[4:8], rest[8:]
+        return self.fn(*logit, *(i + start for i, start in zip(index, origin, strict=True)), *arrays)
