@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 
-from pallas_fa import dispatch, reference
+from pallas_fa import dispatch, explicit_axes, reference
 from pallas_fa.problem import normalise
-from pallas_fa.pytree import is_array
+from pallas_fa.pytree import arrays_of
 
 
 def dot_product_attention(
@@ -72,12 +72,12 @@ def dot_product_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
-    problem, operands = normalise(
-        query,
-        key,
-        value,
-        bias,
-        mask,
+    arguments = dict(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
@@ -91,6 +91,12 @@ def dot_product_attention(
         deterministic_gradients=deterministic_gradients,
         config=config,
     )
+    out, lse = explicit_axes.run(_attend, arguments, implementation=implementation)
+    return (out, lse) if return_residual else out
+
+
+def _attend(*, implementation, **arguments) -> tuple[Any, Any]:
+    problem, operands = normalise(**arguments)
     chosen = dispatch.choose(problem, implementation)
     if chosen.name == "reference":
         out, lse = reference.attention(problem, *operands)
@@ -99,7 +105,7 @@ def dot_product_attention(
 
         out, lse = vjp.attention(chosen, problem, *operands)
     out, lse = (x.reshape(problem.dims.batch + x.shape[1:]) for x in (out, lse))
-    return (out, lse) if return_residual else out
+    return out, lse
 
 
 def explain(
@@ -111,13 +117,11 @@ def explain(
     `pallas_fa.nn.attention_fn`, which has dropout.
     """
     del return_residual
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
-    arrays = [x for x in leaves if is_array(x)]
+    arrays, rebuild = arrays_of((args, kwargs))
     problems = []
 
     def record(arrays):
-        arrays = iter(arrays)
-        args, kwargs = jax.tree.unflatten(structure, [next(arrays) if is_array(x) else x for x in leaves])
+        args, kwargs = rebuild(arrays)
         problems.append(normalise(*args, **kwargs)[0])
 
     jax.eval_shape(record, arrays)

@@ -7,6 +7,7 @@ first folds into the program while tracing, the second travels as an array.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -26,6 +27,17 @@ def is_static_number(x: Any) -> bool:
 def is_static_int(x: Any) -> bool:
     """Whether `x` is a Python or NumPy scalar of an integer value."""
     return is_static_number(x) and math.isfinite(x) and x == int(x)
+
+
+def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """(the arrays of a tree of arguments, a function that puts others in their places)."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+
+    def rebuild(arrays):
+        arrays = iter(arrays)
+        return jax.tree.unflatten(structure, [next(arrays) if is_array(x) else x for x in leaves])
+
+    return [x for x in leaves if is_array(x)], rebuild
 
 
 class Node:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_fa import by_rows
+from pallas_fa import by_rows, manual_axes
 from pallas_fa.dispatch import Implementation
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays, with_float_arrays
@@ -26,7 +26,7 @@ def attention(
     implementation: Implementation, problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any
 ) -> tuple[Any, Any]:
     """(out [B, T, N, Hv], log-sum-exp [B, T, N]); jitted, so that calls outside of any jit compile once, too."""
-    return _attention(implementation, problem, q, k, v, score, mask)
+    return _attention(implementation, problem, *manual_axes.made_alike(q, k, v, score, mask))
 
 
 @_with_rules
@@ -34,7 +34,7 @@ def _attention(
     implementation: Implementation, problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any
 ) -> tuple[Any, Any]:
     """(out [B, T, N, Hv], log-sum-exp [B, T, N])."""
-    return implementation.forward(problem, q, k, v, score, mask)
+    return manual_axes.unchecked(functools.partial(implementation.forward, problem), q, k, v, score, mask)
 
 
 def _forward_rule(implementation, problem, q, k, v, score, mask):
@@ -54,7 +54,8 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 @_with_rules
 def _gradients(implementation, problem, q, k, v, score, mask, out, lse, d_out, d_lse):
-    return implementation.backward(problem, q, k, v, score, mask, out, lse, d_out, d_lse)
+    backward = functools.partial(implementation.backward, problem)
+    return manual_axes.unchecked(backward, q, k, v, score, mask, out, lse, d_out, d_lse)
 
 
 def _gradients_forward(implementation, problem, q, k, v, score, mask, out, lse, d_out, d_lse):
@@ -64,17 +65,18 @@ def _gradients_forward(implementation, problem, q, k, v, score, mask, out, lse, 
 
 def _gradients_backward(implementation, problem, residuals, cotangents):
     """The whole second derivative goes to q, k, v and the score: out and lse are functions of them, so they get none."""
-    q, k, v, score, mask, d_out, d_lse = residuals
 
-    def gradients(q, k, v, arrays, d_out, d_lse):
-        def primal(q, k, v, arrays):
-            return by_rows.attention(problem, q, k, v, with_float_arrays(score, arrays), mask)
+    def pullback(q, k, v, score, mask, d_out, d_lse, cotangents):
+        def gradients(q, k, v, arrays, d_out, d_lse):
+            def primal(q, k, v, arrays):
+                return by_rows.attention(problem, q, k, v, with_float_arrays(score, arrays), mask)
 
-        return jax.vjp(primal, q, k, v, arrays)[1]((d_out, d_lse))
+            return jax.vjp(primal, q, k, v, arrays)[1]((d_out, d_lse))
 
-    inputs = (q, k, v, float_arrays(score), d_out, d_lse)
-    dq, dk, dv, d_arrays, dd_out, dd_lse = jax.vjp(gradients, *inputs)[1](cotangents)
-    return dq, dk, dv, _score_gradient(score, d_arrays), None, None, None, dd_out, dd_lse
+        return jax.vjp(gradients, q, k, v, float_arrays(score), d_out, d_lse)[1](cotangents)
+
+    dq, dk, dv, d_arrays, dd_out, dd_lse = manual_axes.unchecked(pullback, *residuals, cotangents)
+    return dq, dk, dv, _score_gradient(residuals[3], d_arrays), None, None, None, dd_out, dd_lse
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)

@@ -5,6 +5,8 @@ import os
 # XLA runs the warpgroups of an interpreted kernel on its thread pool; with fewer threads than warpgroups they would wait
 # for one another for ever. Set before JAX starts.
 os.environ["NPROC"] = "16"
+# Eight CPU devices, for the tests of sharding; the others use the first.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import hypothesis
 import numpy as np

@@ -23,8 +23,8 @@ _INLINED = {
 # Tried one by one for both of Mosaic GPU's lowerings: tests/test_kernel_lowering.py.
 _LOWERS = frozenset(
     "add sub mul div rem neg abs sign max min exp exp2 log tanh logistic sin cos sqrt rsqrt square integer_pow round "
-    "eq ne lt le gt ge and or xor not select_n clamp convert_element_type broadcast_in_dim stop_gradient "
-    "shift_left shift_right_logical shift_right_arithmetic add_any one_minus_square copy".split()
+    "eq ne lt le gt ge and or xor not select_n clamp convert_element_type broadcast_in_dim shift_left "
+    "shift_right_logical shift_right_arithmetic add_any one_minus_square".split()
 )
 
 
@@ -49,11 +49,18 @@ def _inner(eqn):
     return None if name is None else eqn.params[name]
 
 
+def _is_identity(eqn):
+    # Differentiation inside shard_map reshapes to the shape that is there.
+    reshaped = eqn.primitive.name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return reshaped or eqn.primitive.name in ("stop_gradient", "copy")
+
+
 def _primitives(jaxpr):
     for eqn in jaxpr.eqns:
         inner = _inner(eqn)
         if inner is None:
-            yield eqn.primitive.name
+            if not _is_identity(eqn):
+                yield eqn.primitive.name
         else:
             yield from _primitives(getattr(inner, "jaxpr", inner))
 
@@ -69,7 +76,7 @@ def _evaluate(jaxpr, consts, args):
             outputs = [lax.add(*inputs)]
         elif eqn.primitive.name == "one_minus_square":  # of the derivative of tanh
             outputs = [1 - inputs[0] * inputs[0]]
-        elif eqn.primitive.name in ("stop_gradient", "copy"):
+        elif _is_identity(eqn):
             outputs = inputs
         else:
             outputs = eqn.primitive.bind(*inputs, **eqn.params)
