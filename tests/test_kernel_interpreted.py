@@ -16,6 +16,7 @@ from pallas_fa.problem import normalise
 from tests.cases import Case
 
 TWO, THREE = (Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64)) for wgs in (2, 3))
+PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, paired=True))
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -32,6 +33,10 @@ CASES = {
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
+    "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
+    "pairs, causal, every kind of score": (dataclasses.replace(BASE, mask="causal", score="everything"), PAIRED),
+    "pairs, dense mask, bias": (dataclasses.replace(BASE, mask="dense", score="bias_shared"), PAIRED),
+    "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 
 

@@ -60,7 +60,9 @@ def test_every_length_lowers(T, S, dtype):
 CONFIGS = sorted({(dim, c) for dim in (64, 128, 192, 256) for c in forward_configs(dim, min(dim, 256))}, key=str)
 
 
-@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+@pytest.mark.parametrize(
+    ("dim", "config"), [*CONFIGS, (64, ForwardConfig(paired=True)), (128, ForwardConfig(paired=True))]
+)
 def test_every_configuration_of_the_tables_lowers(dim, config):
     case = dataclasses.replace(BASE, mask="segments", H=dim, Hv=dim)
     assert lower_forward(case, config=Config(forward=config)) == 1

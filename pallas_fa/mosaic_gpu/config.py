@@ -13,7 +13,8 @@ class ForwardConfig:
     `stages`: depth of the K and V rings. `head_section`: heads whose tiles run side by side, the longest tiles first,
     where the work of tiles differs; it keeps their keys and values in the L2 cache. `pin_softmax`: write the row sums to
     shared memory in each step, where nobody reads them. ptxas otherwise moves the exponentials behind the wait for the
-    P V matmul that they are meant to run under; it cannot move them behind a store.
+    P V matmul that they are meant to run under; it cannot move them behind a store. `paired`: a block of threads does two
+    blocks of queries, the loads and the first logits of the second under the end of the first.
     """
 
     compute_wgs: int = 2
@@ -21,6 +22,7 @@ class ForwardConfig:
     stages: int = 2
     head_section: int = 8
     pin_softmax: bool = True
+    paired: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):

@@ -46,7 +46,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.N, blocks * config.block_q), jnp.float32),
         ),
-        grid=(dims.B * dims.N * blocks,),  # one axis: only the first of CUDA's three may pass 65535
+        grid=(dims.B * dims.N * _shares(plan),),  # one axis: only the first of CUDA's three may pass 65535
         grid_names=("block",),
         num_threads=config.compute_wgs + 1,
         thread_name="wg",
@@ -60,6 +60,7 @@ class _Work(NamedTuple):
     """What one block of threads does: its head, its first query, and its steps over tiles of keys.
 
     Step i visits tile `last - i`; steps [0, cut_end) and [full_end, steps) are cut by the mask, those between are not.
+    `done` and `arrays_done` steps, of all and of those that used arrays, were for the block of queries before this one.
     """
 
     b: Any
@@ -69,11 +70,13 @@ class _Work(NamedTuple):
     cut_end: Any
     full_end: Any
     steps: Any
+    done: Any
+    arrays_done: Any
 
 
 def _kernel(plan: ForwardPlan, section: int, q_gmem, k_gmem, v_gmem, *refs, **scratch):
     arrays_gmem, (out_gmem, lse_gmem) = refs[:-2], refs[-2:]
-    work = _work(plan, section, arrays_gmem)
+    for_blocks = functools.partial(_for_blocks, plan, section, arrays_gmem)
     wg = lax.axis_index("wg")
     wgs = plan.config.compute_wgs
     compute_registers, load_registers = plan.config.registers
@@ -81,22 +84,51 @@ def _kernel(plan: ForwardPlan, section: int, q_gmem, k_gmem, v_gmem, *refs, **sc
     @pl.when(wg < wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        _compute(plan, work, wg, arrays_gmem, out_gmem, lse_gmem, **scratch)
+        for_blocks(lambda work: _compute(plan, work, wg, arrays_gmem, out_gmem, lse_gmem, **scratch))
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == wgs)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
-        _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, **scratch)
+        done, arrays_done = for_blocks(lambda work: _load(plan, work, q_gmem, k_gmem, v_gmem, arrays_gmem, **scratch))
+        _wait_for_the_rest(plan, done, arrays_done, scratch)
 
 
-def _work(plan, section, arrays_gmem) -> _Work:
-    dims, c, mask = plan.problem.dims, plan.config, plan.problem.mask
-    blocks = -(-dims.T // c.block_q)
+def _blocks(plan):
+    """Blocks of queries of one head."""
+    return -(-plan.problem.dims.T // plan.config.block_q)
+
+
+def _shares(plan):
+    """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
+    return -(-_blocks(plan) // 2) if plan.paired else _blocks(plan)
+
+
+def _for_blocks(plan, section, arrays_gmem, role):
+    """Calls role(work) for each block of queries of this block of threads; returns (all steps, those that used arrays).
+
+    A pair is one from the end and one from the start: under a causal mask, all pairs are then the same work.
+    """
     rest, head_in_section = _divmod(lax.axis_index("block"), section)
-    sections, block = _divmod(rest, blocks)
-    b, n = _divmod(sections * section + head_in_section, dims.N)
-    if mask is not None:
-        block = blocks - 1 - block  # under most masks later queries see more keys: longest first
+    sections, share = _divmod(rest, _shares(plan))
+    b, n = _divmod(sections * section + head_in_section, plan.problem.dims.N)
+    from_end = _blocks(plan) - 1 - share
+
+    def one(block, done, arrays_done):
+        work = _work(plan, arrays_gmem, b, n, block, done, arrays_done)
+        role(work)
+        return done + work.steps, _array_step(plan, work, work.steps)
+
+    if not plan.paired:
+        # Under most masks later queries see more keys: longest first.
+        return one(share if plan.problem.mask is None else from_end, 0, 0)
+    count = jnp.where(share == from_end, 1, 2)
+    start = jnp.int32(0), jnp.int32(0)
+    return lax.fori_loop(0, count, lambda i, sums: one(jnp.where(i == 0, from_end, share), *sums), start)
+
+
+def _work(plan, arrays_gmem, b, n, block, done, arrays_done) -> _Work:
+    dims, c, mask = plan.problem.dims, plan.config, plan.problem.mask
     t0 = block * c.block_q
     if mask is None:
         everything = (0, dims.S)
@@ -118,7 +150,7 @@ def _work(plan, section, arrays_gmem) -> _Work:
         full_end = steps
     else:
         full_end = jnp.maximum(found.last - found.full_first, cut_end)
-    return _Work(b, n, t0, found.last - 1, cut_end, full_end, steps)
+    return _Work(b, n, t0, found.last - 1, cut_end, full_end, steps, done, arrays_done)
 
 
 def _divmod(x, divisor):
@@ -148,18 +180,24 @@ def _load(
     kv_head = lax.div(n, jnp.int32(plan.problem.group))
     load = plgpu.copy_gmem_to_smem
     (_, q_smem), (_, k_smem), (_, v_smem) = plan.q.views(q_smem), plan.k.views(k_smem), plan.v.views(v_smem)
-    for wg in range(c.compute_wgs):
-        rows = pl.ds(work.t0 + wg * 64, 64)
-        plan.q.load(q_gmem, b, rows, n, q_smem.at[wg], q_ready)
-        for i in plan.columns:
-            load(arrays_gmem[i].at[(*plan.arrays[i].index(b, n), rows)], scratch[f"array{i}_smem"].at[wg], q_ready)
+
+    def load_queries():
+        for wg in range(c.compute_wgs):
+            rows = pl.ds(work.t0 + wg * 64, 64)
+            plan.q.load(q_gmem, b, rows, n, q_smem.at[wg], q_ready)
+            for i in plan.columns:
+                load(arrays_gmem[i].at[(*plan.arrays[i].index(b, n), rows)], scratch[f"array{i}_smem"].at[wg], q_ready)
+
+    if not plan.paired:
+        load_queries()
 
     def load_arrays(i, keys):
         """Rows and tiles of arrays for step i, where it uses them."""
 
         def go():
-            slot = lax.rem(_array_step(plan, work, i), c.stages)
-            _wait_free(plan, _array_step(plan, work, i), slot, scratch["arrays_free"])
+            step = _array_step(plan, work, i)
+            slot = lax.rem(step, c.stages)
+            _wait_free(plan, step, slot, scratch["arrays_free"])
             for a in plan.streamed:
                 smem, lead = scratch[f"array{a}_smem"].at[slot], plan.arrays[a].index(b, n)
                 if plan.arrays[a].kind == "row":
@@ -176,12 +214,20 @@ def _load(
 
     @pl.loop(0, work.steps)
     def _(i):
-        slot = lax.rem(i, c.stages)
+        step = work.done + i
+        slot = lax.rem(step, c.stages)
         keys = pl.ds((work.last - i) * c.block_kv, c.block_kv)
-        _wait_free(plan, i, slot, k_free)
+        _wait_free(plan, step, slot, k_free)
         plan.k.load(k_gmem, b, keys, kv_head, k_smem.at[slot], k_ready.at[slot])
+        if plan.paired:  # the first keys come before the block of queries before is done
+
+            @pl.when(i == 0)
+            def _():
+                pl.when(work.done > 0)(lambda: plgpu.barrier_wait(scratch["q_free"]))
+                load_queries()
+
         load_arrays(i, keys)
-        _wait_free(plan, i, slot, v_free)
+        _wait_free(plan, step, slot, v_free)
         load_v = functools.partial(plan.v.load, v_gmem, b, keys, kv_head, v_smem.at[slot])
         if not plan.zeroes_padding:
             load_v(v_ready.at[slot])
@@ -196,19 +242,24 @@ def _load(
         def _():
             load_v(v_ready.at[slot])
 
-    for slot in range(c.stages):  # every completed phase of a barrier is waited for before the block ends
 
-        @pl.when(slot < work.steps)
+def _wait_for_the_rest(plan, done, arrays_done, scratch):
+    """Every completed phase of a barrier is waited for before the block ends."""
+    for slot in range(plan.config.stages):
+
+        @pl.when(slot < done)
         def _(slot=slot):
-            plgpu.barrier_wait(k_free.at[slot])
-            plgpu.barrier_wait(v_free.at[slot])
+            plgpu.barrier_wait(scratch["k_free"].at[slot])
+            plgpu.barrier_wait(scratch["v_free"].at[slot])
 
         if plan.streamed:
-            used = _array_step(plan, work, work.steps)
 
-            @pl.when(slot < used)
+            @pl.when(slot < arrays_done)
             def _(slot=slot):
                 plgpu.barrier_wait(scratch["arrays_free"].at[slot])
+
+    if plan.paired:
+        plgpu.barrier_wait(scratch["q_free"])
 
 
 def _wait_free(plan, step, slot, free):
@@ -221,10 +272,10 @@ def _wait_free(plan, step, slot, free):
 
 def _array_step(plan, work, i):
     """How many steps before step i used the streamed arrays."""
-    if plan.arrays_always:
-        return i
+    if plan.arrays_always or not plan.streamed:
+        return work.arrays_done + i
     skipped = jnp.clip(i - work.cut_end, 0, work.full_end - work.cut_end)
-    return i - skipped
+    return work.arrays_done + i - skipped
 
 
 def _compute(
@@ -254,14 +305,18 @@ def _compute(
     softmax = functools.partial(_softmax, plan)
     scored = functools.partial(_scored, plan, work, wg, arrays_gmem, scratch)
 
+    slot_of = lambda i: lax.rem(jnp.asarray(work.done + i, jnp.int32), stages) if plan.paired else lax.rem(i, stages)
+    first = slot_of(0) if plan.paired else 0
     plgpu.barrier_wait(q_ready)
-    plgpu.barrier_wait(k_ready.at[0])
-    x = tensor_core.logits(q, k_smem.at[0])
-    plgpu.barrier_arrive(k_free.at[0])
+    plgpu.barrier_wait(k_ready.at[first])
+    x = tensor_core.logits(q, k_smem.at[first])
+    plgpu.barrier_arrive(k_free.at[first])
     first_is_cut = not schedule.is_equal(work.cut_end, 0)
     if plan.zeroes_padding:
         pl.when(wg == 0)(
-            functools.partial(_zero_padding, plan, work, arrays_gmem, v_smem.at[0], v_ready.at[0], scratch["v_loaded"])
+            functools.partial(
+                _zero_padding, plan, work, arrays_gmem, v_smem.at[first], v_ready.at[first], scratch["v_loaded"]
+            )
         )
     m = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), _PER_QUERY)
     l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), _TILE)
@@ -271,7 +326,7 @@ def _compute(
 
     def step(i, carry, cut):
         acc, m, l, p = carry
-        k_slot, v_slot = lax.rem(i, stages), lax.rem(i - 1, stages)
+        k_slot, v_slot = slot_of(i), slot_of(i - 1)
 
         def under(x):
             plgpu.barrier_arrive(k_free.at[k_slot])
@@ -299,7 +354,9 @@ def _compute(
         carry = lax.fori_loop(jnp.maximum(work.full_end, 1), work.steps, cut_step, carry)
     acc, m, l, p = carry
 
-    slot = lax.rem(jnp.asarray(work.steps - 1, jnp.int32), stages)
+    if plan.paired and "out_smem" in scratch:
+        plgpu.barrier_arrive(scratch["q_free"])
+    slot = slot_of(jnp.asarray(work.steps - 1, jnp.int32))
     plgpu.barrier_wait(v_ready.at[slot])
     acc = tensor_core.accumulate(acc, p, v_smem.at[slot], plan.interpret)
     plgpu.barrier_arrive(v_free.at[slot])
@@ -308,6 +365,8 @@ def _compute(
     empty = total == 0
     factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
     lse = jnp.where(empty, -jnp.inf, m * (1 / _LOG2E) + jnp.log(jnp.where(empty, 1.0, total)))
+    if plan.paired:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block of queries before
     for chunk, x in enumerate(_times_rows(acc, factor)):
         out_smem[wg, chunk] = x.astype(plan.problem.dtype)
     lse_smem[wg] = lse
@@ -315,7 +374,9 @@ def _compute(
     rows = pl.ds(work.t0 + wg * 64, 64)
     plan.out.store(out_copied.at[wg], out_gmem, work.b, rows, work.n)
     plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_gmem.at[work.b, work.n, rows])
-    plgpu.wait_smem_to_gmem(0)
+    if plan.paired and "out_smem" not in scratch:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # out lies where the queries of the next block will
+        plgpu.barrier_arrive(scratch["q_free"])
 
 
 def _times_rows(chunks, factor):

@@ -46,6 +46,16 @@ class ForwardPlan:
         return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
 
     @property
+    def paired(self) -> bool:
+        """Whether a block of threads does two blocks of queries, the start of the second under the end of the first."""
+        return self.config.paired and self.problem.dims.T > self.config.block_q
+
+    @property
+    def separate_out(self) -> bool:
+        """Whether the output has shared memory of its own, or goes where the queries were."""
+        return self.paired or self.out != self.q
+
+    @property
     def arrays_always(self) -> bool:
         """Whether every tile needs its rows and tiles of arrays: scores apply everywhere, masks where they cut."""
         return any(a.kind in ("row", "tile") for a in self.arrays[: len(jax.tree.leaves(self.problem.score))])
@@ -69,7 +79,7 @@ class ForwardPlan:
         """Bytes of shared memory that a block needs, barriers left out."""
         c = self.config
         rows = [(self.q, c.block_q), (self.k, c.stages * c.block_kv), (self.v, c.stages * c.block_kv)]
-        rows += [(self.out, c.block_q)] if self.out != self.q else []
+        rows += [(self.out, c.block_q)] if self.separate_out else []
         tiles = sum(x.padded_dim * n * self.problem.dtype.itemsize for x, n in rows)
         arrays = sum(a.scratch_bytes(c.stages, c.block_q, c.block_kv) for a in self.arrays)
         return tiles + arrays + 4 * (1 + c.pin_softmax * SUM_COLUMNS) * c.block_q
@@ -91,8 +101,10 @@ class ForwardPlan:
         )
         if c.pin_softmax:
             scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
-        if self.out != self.q:
+        if self.separate_out:
             scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
+        if self.paired:
+            scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
         if self.zeroes_padding:
             scratch["v_loaded"] = plgpu.Barrier(num_arrivals=self.v.chunks)
         for i in self.columns + self.streamed:
