@@ -148,6 +148,7 @@ def test_shard_map_with_its_checks(derivative, implementation, arguments):
     close(compile(functools.partial(derivative, attend=local), arguments)(arguments), derivative(arguments))
 
 
+@pytest.mark.smoke
 def test_transformations_inside_shard_map(arguments):
     """scan over layers with remat and a policy, and vmap."""
     keep = jax.checkpoint_policies.save_only_these_names("pallas_fa_out", "pallas_fa_lse")
@@ -175,6 +176,7 @@ def test_kernels_lower_inside_shard_map(arguments):
     assert kernels(functools.partial(gradient, attend=local), a) == 2
 
 
+@pytest.mark.smoke
 def test_pmap(arguments):
     a = {name: jnp.stack([x, -x]) for name, x in arguments.items()}
     got = jax.pmap(gradient)(a)
