@@ -13,6 +13,7 @@ from typing import Any
 
 from models.checkpoint import list_steps
 from models.errors import UsageError
+from models.mesh import check_mesh
 
 RUNS = Path("runs")
 CHECKPOINTS, RECORD = "checkpoints", "run.json"  # inside a run's folder
@@ -34,6 +35,7 @@ class Settings:
     optimizer: str
     dtype: str
     implementation: str | None
+    mesh: str | None
     out: Path
     resume: bool
     checkpoint_every: int
@@ -83,6 +85,7 @@ COMMON: dict[str, Any] = {
     "seed": 0,
     "dtype": "float32",
     "implementation": None,
+    "mesh": None,
     "checkpoint_every": 200,
     "keep": 3,
     "validate_every": 200,
@@ -200,6 +203,8 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
                 )
     elif settings.context < 2:
         raise UsageError(f"--context={settings.context}: it must be at least 2 bytes; raise it.")
+    if settings.mesh is not None:
+        check_mesh(settings.mesh, settings.batch)
     if settings.out.exists() and not settings.out.is_dir():
         raise UsageError(f"--out={str(settings.out)!r} is a file; it must be a folder, or not exist: choose another.")
     steps = list_steps(settings.out / CHECKPOINTS)
@@ -230,6 +235,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", help="adamw (the larger sizes' default) or muon (tiny text's), with the same learning rates")
     add("--dtype", help="of the computation: float32 (default) or bfloat16; parameters are always float32")
     add("--implementation", help="of the attention, as in pallas_fa.dot_product_attention (default: its own choice)")
+    add(
+        "--mesh",
+        metavar="AXES",
+        help="devices along each axis, as data=4,model=2 (default: one device); data cuts the "
+        "batch, model the heads and hidden units",
+    )
     add("--out", metavar="FOLDER", help="where the run is written (default runs/TASK-SIZE)")
     add("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     add("--checkpoint-every", type=int, metavar="STEPS", help="(default 200)")

@@ -22,9 +22,11 @@ import pallas_fa
 from models.checkpoint import Checkpoints, list_steps
 from models.data import load_corpus, load_digits
 from models.errors import Interrupted, TrainingError, UsageError, is_disk_full
+from models.gpt import GPTConfig
 from models.images import ImageTask
 from models.images import model_config as image_config
 from models.interrupt import StopRequest
+from models.mesh import Layout, check_mesh, make_layout
 from models.metrics import MetricsLog, Row, read_rows
 from models.plot import METRICS, plot_run
 from models.sample import sample_text
@@ -59,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(settings: Settings) -> None:
     """The whole run, in `settings.out`."""
     started = time.monotonic()
-    task, data_digest = make_task(settings)
+    layout = make_layout(settings.mesh)
+    task, data_digest = make_task(settings, layout)
     if settings.resume and recorded_digest(settings.out) != data_digest:
         raise UsageError(
             f"--data={settings.data!r} no longer holds the text that the run in --out={str(settings.out)!r} was "
@@ -69,14 +72,15 @@ def run(settings: Settings) -> None:
     _make_folder(settings.out)
     record(settings, data_digest)
     optimizer = make_optimizer(settings.optimizer, schedule(settings.learning_rate, settings.warmup, settings.steps))
-    state = init_state(task.init(), optimizer)
+    state = layout.state(init_state(layout.state(task.init()), optimizer))
     checkpoints = Checkpoints(settings.out / CHECKPOINTS, settings.keep)
     if settings.resume:
         state = checkpoints.restore(state)
     baseline = introduce(settings, task, state, attention)
     log = MetricsLog(settings.out / METRICS, step=int(state.step))
     try:
-        state = train(settings, task, state, make_train_step(task.loss, optimizer), checkpoints, log)
+        train_step = make_train_step(task.loss, optimizer, layout.shardings(state))
+        state = train(settings, task, state, train_step, checkpoints, log)
     except Interrupted:
         plot_run(settings.out, task.unit, baseline)
         raise
@@ -91,15 +95,18 @@ def run(settings: Settings) -> None:
     print(f"{time.monotonic() - started:.0f} s in all. The curve is {picture}.")
 
 
-def make_task(settings: Settings) -> tuple[Task, str]:
+def make_task(settings: Settings, layout: Layout) -> tuple[Task, str]:
     """The task, and a digest of its data."""
     model = (settings.size, settings.dtype, settings.implementation)
-    if settings.task == "text":
+    config = text_config(*model, context=settings.context) if settings.task == "text" else image_config(*model)
+    if settings.mesh is not None:
+        kv_heads = config.kv_heads if isinstance(config, GPTConfig) else config.heads
+        check_mesh(settings.mesh, settings.batch, heads=config.heads, kv_heads=kv_heads, hidden=config.hidden)
+    if isinstance(config, GPTConfig):
         corpus = load_corpus(settings.data, settings.context)
-        config = text_config(*model, context=settings.context)
-        task = TextTask(config, corpus, settings.batch, settings.seed, settings.validation_bytes)
+        task = TextTask(config, corpus, settings.batch, settings.seed, settings.validation_bytes, layout)
         return task, corpus.digest()
-    return ImageTask(image_config(*model), load_digits(), settings.batch, settings.seed), "digits"
+    return ImageTask(config, load_digits(), settings.batch, settings.seed, layout), "digits"
 
 
 def explain_attention(settings: Settings, task: Task) -> str:
@@ -125,6 +132,8 @@ def introduce(settings: Settings, task: Task, state: TrainState, attention: str)
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
     print(f"{task.name}: {settings.size}, {parameters:,} parameters, {settings.dtype}, {settings.optimizer}")
     print(f"Device: {len(devices)} x {devices[0].device_kind} ({devices[0].platform}).")
+    if settings.mesh is not None:
+        print(f"Mesh: {settings.mesh}.")
     print("Attention:", attention.replace("\n", "\n  "), sep="\n  ")
     print(f"Data: {task.source}.")
     print(f"Steps {int(state.step)} to {settings.steps} of {task.items_per_step} {task.items}, into {settings.out}.")
