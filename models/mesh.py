@@ -83,29 +83,26 @@ def parse_mesh(text: str) -> dict[str, int]:
     return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
-def check_mesh(text: str, batch: int, **parts: int) -> None:
-    """Raises UsageError unless data divides the batch, and model all of `parts`: what the model has of each."""
+def make_layout(text: str | None, batch: int, **shared: int) -> Layout:
+    """The layout that `--mesh` asks for, on the first devices if it needs fewer than there are.
+
+    `shared`: what the model has of each thing that `model` cuts. Raises UsageError unless all cuts are equal.
+    """
+    if text is None:
+        return ONE_DEVICE
     sizes = parse_mesh(text)
     if batch % sizes["data"]:
         raise UsageError(
             f"--mesh={text!r} with --batch={batch}: data={sizes['data']} devices get equal parts of the batch; make "
             f"--batch a multiple of {sizes['data']}, or data a divisor of {batch}."
         )
-    for name, count in parts.items():
+    for name, count in shared.items():
         if count % sizes["model"]:
             raise UsageError(
-                f"--mesh={text!r}: model={sizes['model']} devices can't share {name}={count} equally; make model a "
-                f"divisor of {math.gcd(*parts.values())}, which divides "
-                f"{', '.join(f'{name}={count}' for name, count in parts.items())}, or choose another --size."
+                f"--mesh={text!r}: model={sizes['model']} devices can't have equal parts of this --size's "
+                f"{name}={count}; make model a divisor of {math.gcd(*shared.values())}, or choose another --size."
             )
-
-
-def make_layout(text: str | None) -> Layout:
-    """The layout that `--mesh` asks for, on the first of the devices if it needs fewer than there are."""
-    if text is None:
-        return ONE_DEVICE
-    sizes, devices = parse_mesh(text), jax.devices()
-    needed = math.prod(sizes.values())
+    devices, needed = jax.devices(), math.prod(sizes.values())
     if needed > len(devices):
         remedy = "lower an axis; --mesh data=1 is one device"
         if devices[0].platform == "cpu":

@@ -13,7 +13,6 @@ from typing import Any
 
 from models.checkpoint import list_steps
 from models.errors import UsageError
-from models.mesh import check_mesh
 
 RUNS = Path("runs")
 CHECKPOINTS, RECORD = "checkpoints", "run.json"  # inside a run's folder
@@ -203,8 +202,6 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
                 )
     elif settings.context < 2:
         raise UsageError(f"--context={settings.context}: it must be at least 2 bytes; raise it.")
-    if settings.mesh is not None:
-        check_mesh(settings.mesh, settings.batch)
     if settings.out.exists() and not settings.out.is_dir():
         raise UsageError(f"--out={str(settings.out)!r} is a file; it must be a folder, or not exist: choose another.")
     steps = list_steps(settings.out / CHECKPOINTS)

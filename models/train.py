@@ -26,7 +26,7 @@ from models.gpt import GPTConfig
 from models.images import ImageTask
 from models.images import model_config as image_config
 from models.interrupt import StopRequest
-from models.mesh import Layout, check_mesh, make_layout
+from models.mesh import make_layout
 from models.metrics import MetricsLog, Row, read_rows
 from models.plot import METRICS, plot_run
 from models.sample import sample_text
@@ -61,8 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(settings: Settings) -> None:
     """The whole run, in `settings.out`."""
     started = time.monotonic()
-    layout = make_layout(settings.mesh)
-    task, data_digest = make_task(settings, layout)
+    task, data_digest = make_task(settings)
     if settings.resume and recorded_digest(settings.out) != data_digest:
         raise UsageError(
             f"--data={settings.data!r} no longer holds the text that the run in --out={str(settings.out)!r} was "
@@ -72,6 +71,7 @@ def run(settings: Settings) -> None:
     _make_folder(settings.out)
     record(settings, data_digest)
     optimizer = make_optimizer(settings.optimizer, schedule(settings.learning_rate, settings.warmup, settings.steps))
+    layout = task.layout
     state = layout.state(init_state(layout.state(task.init()), optimizer))
     checkpoints = Checkpoints(settings.out / CHECKPOINTS, settings.keep)
     if settings.resume:
@@ -95,13 +95,12 @@ def run(settings: Settings) -> None:
     print(f"{time.monotonic() - started:.0f} s in all. The curve is {picture}.")
 
 
-def make_task(settings: Settings, layout: Layout) -> tuple[Task, str]:
+def make_task(settings: Settings) -> tuple[Task, str]:
     """The task, and a digest of its data."""
     model = (settings.size, settings.dtype, settings.implementation)
     config = text_config(*model, context=settings.context) if settings.task == "text" else image_config(*model)
-    if settings.mesh is not None:
-        kv_heads = config.kv_heads if isinstance(config, GPTConfig) else config.heads
-        check_mesh(settings.mesh, settings.batch, heads=config.heads, kv_heads=kv_heads, hidden=config.hidden)
+    kv_heads = config.kv_heads if isinstance(config, GPTConfig) else config.heads
+    layout = make_layout(settings.mesh, settings.batch, heads=config.heads, kv_heads=kv_heads, hidden=config.hidden)
     if isinstance(config, GPTConfig):
         corpus = load_corpus(settings.data, settings.context)
         task = TextTask(config, corpus, settings.batch, settings.seed, settings.validation_bytes, layout)
@@ -132,8 +131,8 @@ def introduce(settings: Settings, task: Task, state: TrainState, attention: str)
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
     print(f"{task.name}: {settings.size}, {parameters:,} parameters, {settings.dtype}, {settings.optimizer}")
     print(f"Device: {len(devices)} x {devices[0].device_kind} ({devices[0].platform}).")
-    if settings.mesh is not None:
-        print(f"Mesh: {settings.mesh}.")
+    if task.layout.mesh is not None:
+        print(f"Mesh: {settings.mesh}, on the first {task.layout.mesh.size} of them.")
     print("Attention:", attention.replace("\n", "\n  "), sep="\n  ")
     print(f"Data: {task.source}.")
     print(f"Steps {int(state.step)} to {settings.steps} of {task.items_per_step} {task.items}, into {settings.out}.")
