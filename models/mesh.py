@@ -46,6 +46,15 @@ class Layout:
             return None
         return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, partition(path)), tree)
 
+    def after_step(self, results: Any) -> None:
+        """Waits for the step on a mesh of CPU devices, and nowhere else.
+
+        They share the threads of one pool. Where two steps are under way, each can hold threads that wait for a sum
+        with devices for which no thread is left, and XLA ends the process.
+        """
+        if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(results)
+
 
 ONE_DEVICE = Layout()
 

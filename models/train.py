@@ -154,6 +154,7 @@ def train(
     with bar, StopRequest() as stop:
         for step in range(start, settings.steps):
             state, metrics = train_step(state, task.batch(step))
+            task.layout.after_step(metrics)
             pending.append(metrics)
             done = step + 1
             stopping = stop.requested  # read once: a signal during what follows counts for the next step

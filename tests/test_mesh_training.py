@@ -52,8 +52,12 @@ shapes["batch"] = batch.sharding.shard_shape(batch.shape)
 print(json.dumps({"shapes": shapes, "kept": all(jax.tree.leaves(kept)), "hlo": compiled.as_text()}))
 """
 
-# Compiled in haste: these programs run for a few steps.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# Few threads, as on a small machine; and compiled in haste.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "NPROC": "2",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+}
 
 
 def on_eight_devices(program, *arguments):
@@ -62,7 +66,7 @@ def on_eight_devices(program, *arguments):
         subprocess.Popen(
             [sys.executable, "-c", program, json.dumps(argument)],
             cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS},
+            env={**os.environ, **ENVIRONMENT},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -136,6 +140,16 @@ def test_every_mesh_gives_the_losses_of_one_device_and_resumes_on_any_other(tmp_
     ]
     assert losses(tmp_path / "2x2-again") == losses(tmp_path / "2x2")
     jax.tree.map(np.testing.assert_array_equal, state_of(tmp_path / "2x2-again"), state_of(tmp_path / "2x2"))
+
+
+def test_steps_that_are_not_waited_for_do_not_wait_for_one_another(tmp_path):
+    """A hundred steps between two looks at the losses, on more devices than there are threads."""
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCE * 100)
+    call = ["--size", "nano", "--data", text, "--mesh", "data=8", "--steps", 100, "--log-every", 100, "--out"]
+    call += [tmp_path / "run", "--sample-bytes", 0, "--validation-bytes", 1024]
+    on_eight_devices(TRAIN, [[str(argument) for argument in call]])
+    assert len(curve(tmp_path / "run")) == 101
 
 
 def test_what_a_device_holds_and_what_devices_exchange():
