@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from models.data import Digits
-from models.step import Params
+from models.mesh import ONE_DEVICE, Layout
+from models.step import Batch, Params
 from models.vit import SIZES, ViT, ViTConfig
 
 
@@ -27,8 +28,8 @@ class ImageTask:
     per_unit = 1.0
     items = "images"
 
-    def __init__(self, config: ViTConfig, digits: Digits, batch: int, seed: int):
-        self.model, self.digits, self.seed = ViT(config), digits, seed
+    def __init__(self, config: ViTConfig, digits: Digits, batch: int, seed: int, layout: Layout = ONE_DEVICE):
+        self.model, self.digits, self.seed, self.layout = ViT(config), digits, seed, layout
         self.batch_size = self.items_per_step = batch
         tokens = (digits.train_images.shape[1] // config.patch) ** 2
         self.attention_shape = (tokens, config.heads, config.heads, config.width // config.heads)  # T, N, K, H
@@ -41,8 +42,8 @@ class ImageTask:
         images = jnp.zeros((1, *self.digits.train_images.shape[1:]))
         return jax.jit(self.model.init)(jax.random.key(self.seed), images)["params"]
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.digits.batch(self.seed, step, self.batch_size)
+    def batch(self, step: int) -> Batch:
+        return self.layout.batch(self.digits.batch(self.seed, step, self.batch_size))
 
     def logits(self, params: Params, images: jax.Array) -> jax.Array:
         """images [B,8,8,1] -> float32 [B,10]."""

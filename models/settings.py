@@ -34,6 +34,7 @@ class Settings:
     optimizer: str
     dtype: str
     implementation: str | None
+    mesh: str | None
     out: Path
     resume: bool
     checkpoint_every: int
@@ -83,6 +84,7 @@ COMMON: dict[str, Any] = {
     "seed": 0,
     "dtype": "float32",
     "implementation": None,
+    "mesh": None,
     "checkpoint_every": 200,
     "keep": 3,
     "validate_every": 200,
@@ -230,6 +232,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", help="adamw (the larger sizes' default) or muon (tiny text's), with the same learning rates")
     add("--dtype", help="of the computation: float32 (default) or bfloat16; parameters are always float32")
     add("--implementation", help="of the attention, as in pallas_fa.dot_product_attention (default: its own choice)")
+    add(
+        "--mesh",
+        metavar="AXES",
+        help="devices along each axis, as data=4,model=2 (default: one device); data cuts the "
+        "batch, model the heads and hidden units",
+    )
     add("--out", metavar="FOLDER", help="where the run is written (default runs/TASK-SIZE)")
     add("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     add("--checkpoint-every", type=int, metavar="STEPS", help="(default 200)")

@@ -66,11 +66,14 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def make_train_step(
-    loss: Callable[[Params, Batch], jax.Array], optimizer: optax.GradientTransformation
+    loss: Callable[[Params, Batch], jax.Array], optimizer: optax.GradientTransformation, shardings: Any = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step for `loss`. The state passed in is donated: its arrays are gone once the step has been called."""
+    """The step for `loss`. The state passed in is donated: its arrays are gone once the step has been called.
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    `shardings`: those of the state, which the step keeps; None on one device.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)

@@ -14,7 +14,8 @@ from flax import nnx
 from models.baseline import OrderTwo
 from models.data import Corpus
 from models.gpt import GPT, SIZES, GPTConfig
-from models.step import Params
+from models.mesh import ONE_DEVICE, Layout
+from models.step import Batch, Params
 
 
 def model_config(size: str, dtype: str, implementation: str | None, context: int) -> GPTConfig:
@@ -29,8 +30,16 @@ class TextTask:
     per_unit = math.log(2)  # nats in one unit
     items = "tokens"
 
-    def __init__(self, config: GPTConfig, corpus: Corpus, batch: int, seed: int, validation_bytes: int):
-        self.config, self.corpus, self.seed = config, corpus, seed
+    def __init__(
+        self,
+        config: GPTConfig,
+        corpus: Corpus,
+        batch: int,
+        seed: int,
+        validation_bytes: int,
+        layout: Layout = ONE_DEVICE,
+    ):
+        self.config, self.corpus, self.seed, self.layout = config, corpus, seed, layout
         self.batch_size = batch
         self.items_per_step = batch * config.context
         self.attention_shape = (config.context, config.heads, config.kv_heads, config.head_dim)  # T, N, K, H
@@ -51,8 +60,8 @@ class TextTask:
 
         return init(jax.random.key(self.seed))
 
-    def batch(self, step: int) -> np.ndarray:
-        return self.corpus.batch(self.seed, step, self.batch_size, self.config.context)
+    def batch(self, step: int) -> Batch:
+        return self.layout.batch(self.corpus.batch(self.seed, step, self.batch_size, self.config.context))
 
     def loss(self, params: Params, batch: jax.Array) -> jax.Array:
         """Mean cross-entropy in nats, float32 []. batch: uint8 [B,T+1]."""
@@ -74,7 +83,7 @@ class TextTask:
             part = windows[start : start + self.batch_size]
             padded = np.zeros((self.batch_size, windows.shape[1]), np.uint8)  # one shape, so one compilation
             padded[: len(part)] = part
-            total += float(self._sum_of_losses(params, padded, len(part)))
+            total += float(self._sum_of_losses(params, self.layout.batch(padded), len(part)))
         return {"validation_loss": total / (len(windows) * self.config.context) / self.per_unit}
 
     def order_two(self) -> float:

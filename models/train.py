@@ -22,9 +22,11 @@ import pallas_fa
 from models.checkpoint import Checkpoints, list_steps
 from models.data import load_corpus, load_digits
 from models.errors import Interrupted, TrainingError, UsageError, is_disk_full
+from models.gpt import GPTConfig
 from models.images import ImageTask
 from models.images import model_config as image_config
 from models.interrupt import StopRequest
+from models.mesh import make_layout
 from models.metrics import MetricsLog, Row, read_rows
 from models.plot import METRICS, plot_run
 from models.sample import sample_text
@@ -69,14 +71,16 @@ def run(settings: Settings) -> None:
     _make_folder(settings.out)
     record(settings, data_digest)
     optimizer = make_optimizer(settings.optimizer, schedule(settings.learning_rate, settings.warmup, settings.steps))
-    state = init_state(task.init(), optimizer)
+    layout = task.layout
+    state = layout.state(init_state(layout.state(task.init()), optimizer))
     checkpoints = Checkpoints(settings.out / CHECKPOINTS, settings.keep)
     if settings.resume:
         state = checkpoints.restore(state)
     baseline = introduce(settings, task, state, attention)
     log = MetricsLog(settings.out / METRICS, step=int(state.step))
     try:
-        state = train(settings, task, state, make_train_step(task.loss, optimizer), checkpoints, log)
+        train_step = make_train_step(task.loss, optimizer, layout.shardings(state))
+        state = train(settings, task, state, train_step, checkpoints, log)
     except Interrupted:
         plot_run(settings.out, task.unit, baseline)
         raise
@@ -94,12 +98,14 @@ def run(settings: Settings) -> None:
 def make_task(settings: Settings) -> tuple[Task, str]:
     """The task, and a digest of its data."""
     model = (settings.size, settings.dtype, settings.implementation)
-    if settings.task == "text":
+    config = text_config(*model, context=settings.context) if settings.task == "text" else image_config(*model)
+    kv_heads = config.kv_heads if isinstance(config, GPTConfig) else config.heads
+    layout = make_layout(settings.mesh, settings.batch, heads=config.heads, kv_heads=kv_heads, hidden=config.hidden)
+    if isinstance(config, GPTConfig):
         corpus = load_corpus(settings.data, settings.context)
-        config = text_config(*model, context=settings.context)
-        task = TextTask(config, corpus, settings.batch, settings.seed, settings.validation_bytes)
+        task = TextTask(config, corpus, settings.batch, settings.seed, settings.validation_bytes, layout)
         return task, corpus.digest()
-    return ImageTask(image_config(*model), load_digits(), settings.batch, settings.seed), "digits"
+    return ImageTask(config, load_digits(), settings.batch, settings.seed, layout), "digits"
 
 
 def explain_attention(settings: Settings, task: Task) -> str:
@@ -125,6 +131,8 @@ def introduce(settings: Settings, task: Task, state: TrainState, attention: str)
     parameters = sum(param.size for param in jax.tree.leaves(state.params))
     print(f"{task.name}: {settings.size}, {parameters:,} parameters, {settings.dtype}, {settings.optimizer}")
     print(f"Device: {len(devices)} x {devices[0].device_kind} ({devices[0].platform}).")
+    if task.layout.mesh is not None:
+        print(f"Mesh: {settings.mesh}, on the first {task.layout.mesh.size} of them.")
     print("Attention:", attention.replace("\n", "\n  "), sep="\n  ")
     print(f"Data: {task.source}.")
     print(f"Steps {int(state.step)} to {settings.steps} of {task.items_per_step} {task.items}, into {settings.out}.")
@@ -146,6 +154,7 @@ def train(
     with bar, StopRequest() as stop:
         for step in range(start, settings.steps):
             state, metrics = train_step(state, task.batch(step))
+            task.layout.after_step(metrics)
             pending.append(metrics)
             done = step + 1
             stopping = stop.requested  # read once: a signal during what follows counts for the next step

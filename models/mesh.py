@@ -1,0 +1,124 @@
+"""Training on several devices: what `--mesh` says, and how the arrays of a run are cut over the axes of a mesh.
+
+`data` cuts the batch. `model` cuts the matrices (Shoeybi et al., arXiv 1909.08053): each device has some of the heads
+and of the MLP's hidden units, and what the devices add to the residual stream is summed, once after the attention and
+once after the MLP. The rest lies on every device; an embedding of 256 bytes is not worth cutting. Optimizer state lies
+as its parameters do. Only places are said here: XLA finds the communication (jax.sharding.AxisType.Auto).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.errors import UsageError
+
+AXES = ("data", "context", "model")  # neighbours along the last talk most
+
+# The layers that `model` cuts, by the names they have in both models.
+BY_OUTPUTS = ("query", "key", "value", "gate", "up")  # kernel [D, heads or hidden, ...], bias [heads or hidden, ...]
+BY_INPUTS = ("out", "down")  # kernel [heads or hidden, ..., D], and a bias that is added once
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a run lie: over the devices of `mesh`; without one, where JAX puts them."""
+
+    mesh: Mesh | None = None
+
+    def batch(self, arrays: Any) -> Any:
+        """A tree of arrays [B, ...], cut over `data`."""
+        return arrays if self.mesh is None else jax.device_put(arrays, NamedSharding(self.mesh, P("data")))
+
+    def state(self, tree: Any) -> Any:
+        """Parameters, or a TrainState, cut over `model`."""
+        return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree))
+
+    def shardings(self, tree: Any) -> Any:
+        """The same tree with the sharding of each array; None without a mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return None
+        return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, partition(path)), tree)
+
+    def after_step(self, results: Any) -> None:
+        """Waits for the step on a mesh of CPU devices, and nowhere else.
+
+        They share the threads of one pool. Where two steps are under way, each can hold threads that wait for a sum
+        with devices for which no thread is left, and XLA ends the process.
+        """
+        if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(results)
+
+
+ONE_DEVICE = Layout()
+
+
+def partition(path: tuple[Any, ...]) -> P:
+    """How the parameter at this path is cut; also the optimizer's arrays for it, whose paths end alike."""
+    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    layer, name = keys[-2:] if len(keys) > 1 else (None, None)
+    if layer in BY_OUTPUTS:
+        return P(None, "model") if name == "kernel" else P("model")
+    return P("model") if layer in BY_INPUTS and name == "kernel" else P()
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """ "data=2,model=2" -> the size of each of AXES; 1 for what is not named."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES:
+            raise UsageError(
+                f"--mesh={text!r}: {axis!r} is not an axis; data cuts the batch, model the heads and hidden units, "
+                "context the sequence: write for example --mesh data=2,model=2."
+            )
+        if not size.isdecimal() or int(size) < 1 or axis in sizes:
+            raise UsageError(
+                f"--mesh={text!r}: {part!r} can't be read; each axis is named once, with the number of devices along "
+                "it: write for example --mesh data=2,model=2."
+            )
+        sizes[axis] = int(size)
+    if sizes.get("context", 1) > 1:  # the one place that keeps sequence parallelism out
+        raise UsageError(
+            f"--mesh={text!r}: context={sizes['context']} would cut the sequence, which training can't do yet: leave "
+            "context out, and give its devices to data or model."
+        )
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def make_layout(text: str | None, batch: int, **shared: int) -> Layout:
+    """The layout that `--mesh` asks for, on the first devices if it needs fewer than there are.
+
+    `shared`: what the model has of each thing that `model` cuts. Raises UsageError unless all cuts are equal.
+    """
+    if text is None:
+        return ONE_DEVICE
+    sizes = parse_mesh(text)
+    if batch % sizes["data"]:
+        raise UsageError(
+            f"--mesh={text!r} with --batch={batch}: data={sizes['data']} devices get equal parts of the batch; make "
+            f"--batch a multiple of {sizes['data']}, or data a divisor of {batch}."
+        )
+    for name, count in shared.items():
+        if count % sizes["model"]:
+            raise UsageError(
+                f"--mesh={text!r}: model={sizes['model']} devices can't have equal parts of this --size's "
+                f"{name}={count}; make model a divisor of {math.gcd(*shared.values())}, or choose another --size."
+            )
+    devices, needed = jax.devices(), math.prod(sizes.values())
+    if needed > len(devices):
+        remedy = "lower an axis; --mesh data=1 is one device"
+        if devices[0].platform == "cpu":
+            remedy += f"; to try a mesh on the CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        raise UsageError(
+            f"--mesh={text!r} needs {needed} devices, the product of its sizes, and there are {len(devices)} "
+            f"({devices[0].platform}): {remedy}."
+        )
+    types = (AxisType.Auto,) * len(sizes)
+    return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices[:needed]))

@@ -1,0 +1,195 @@
+"""Training over a mesh of devices: the curve of one device, checkpoints that change their mesh, and what is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from models import train
+from models.mesh import parse_mesh
+from tests.test_train import SENTENCE, losses
+
+ROOT = Path(__file__).parent.parent
+STEPS, SAVED = 6, 3
+
+TRAIN = """
+import json, sys
+from models import train
+for arguments in json.loads(sys.argv[1]):
+    assert train.main(arguments) == 0, arguments
+"""
+
+COMPILE = """
+import dataclasses, json, sys
+import jax, numpy as np
+from models.data import Corpus
+from models.mesh import make_layout
+from models.step import init_state, make_optimizer, make_train_step
+from models.text import TextTask, model_config
+
+config = dataclasses.replace(model_config("nano", "float32", None, context=32), layers=1)
+layout = make_layout("data=2,model=2", 8)
+text = np.zeros(1000, np.uint8)
+task = TextTask(config, Corpus(text, text, "zeros", 1), 8, 0, 100, layout)
+optimizer = make_optimizer("adamw", 1e-3)
+state = layout.state(init_state(layout.state(task.init()), optimizer))
+shapes = {
+    jax.tree_util.keystr(path): array.sharding.shard_shape(array.shape)
+    for path, array in jax.tree_util.tree_leaves_with_path(state)
+}
+step = make_train_step(task.loss, optimizer, layout.shardings(state))
+batch = task.batch(0)
+compiled = step.lower(state, batch).compile()
+kept = jax.tree.map(lambda x, out: x.sharding.is_equivalent_to(out, x.ndim), state, compiled.output_shardings[0])
+shapes["batch"] = batch.sharding.shard_shape(batch.shape)
+print(json.dumps({"shapes": shapes, "kept": all(jax.tree.leaves(kept)), "hlo": compiled.as_text()}))
+"""
+
+# Few threads, as on a small machine; and compiled in haste.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "NPROC": "2",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+}
+
+
+def on_eight_devices(program, *arguments):
+    """What the program prints for each of the arguments, in processes that see the CPU as 8 devices."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, json.dumps(argument)],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for argument in arguments
+    ]
+    printed = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        printed.append(out)
+    return printed
+
+
+def state_of(out):
+    """The arrays of the last checkpoint, whichever devices they were on."""
+    checkpointer, path = ocp.StandardCheckpointer(), out / "checkpoints" / str(STEPS) / "default"
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tree = checkpointer.metadata(path).item_metadata.tree
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
+    return checkpointer.restore(path, like)
+
+
+def curve(out):
+    return [row["loss"] if "loss" in row else row["validation_loss"] for row in losses(out)]
+
+
+def recorded_mesh(out):
+    return json.loads((out / "run.json").read_text())["mesh"]
+
+
+def test_every_mesh_gives_the_losses_of_one_device_and_resumes_on_any_other(tmp_path):
+    """Runs from start to end, and copies of them whose second half runs again, some on another mesh."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(SENTENCE.format(index) for index in range(200)))
+    common = ["--size", "nano", "--steps", STEPS, "--checkpoint-every", SAVED, "--validation-bytes", 1024]
+    started = {
+        "one": ["--data", text],
+        "2x2": ["--data", text, "--mesh", "data=2,model=2"],
+        "8": ["--data", text, "--mesh", "data=8"],
+        "images": ["--task", "images"],
+        "images-2x2": ["--task", "images", "--mesh", "data=2,model=2"],
+    }
+    calls = [
+        [str(argument) for argument in (*common, "--sample-bytes", 0, "--out", tmp_path / name, *more)]
+        for name, more in started.items()
+    ]
+    on_eight_devices(TRAIN, calls[::2], calls[1::2])
+
+    resumed = {
+        "2x2-again": [],  # on the mesh that it was started with
+        "2x2-one": ["--mesh", "data=1"],
+        "one-2x2": ["--mesh", "data=2,model=2"],
+    }
+    for name in resumed:
+        shutil.copytree(tmp_path / name.partition("-")[0], tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / str(STEPS))
+    calls = [["--out", str(tmp_path / name), "--resume", *more] for name, more in resumed.items()]
+    on_eight_devices(TRAIN, calls[::2], calls[1::2])
+
+    pairs = [("2x2", "one"), ("8", "one"), ("images-2x2", "images"), ("2x2-one", "one"), ("one-2x2", "one")]
+    for name, reference in pairs:
+        assert len(curve(tmp_path / name)) == STEPS + 1
+        # Sums in another order move these float32 losses by some 1e-7.
+        np.testing.assert_allclose(curve(tmp_path / name), curve(tmp_path / reference), rtol=1e-5, err_msg=name)
+    assert [recorded_mesh(tmp_path / name) for name in ("one", "2x2-one", "2x2-again", "one-2x2")] == [
+        None,
+        "data=1",
+        "data=2,model=2",
+        "data=2,model=2",
+    ]
+    assert losses(tmp_path / "2x2-again") == losses(tmp_path / "2x2")
+    jax.tree.map(np.testing.assert_array_equal, state_of(tmp_path / "2x2-again"), state_of(tmp_path / "2x2"))
+
+
+def test_steps_that_are_not_waited_for_do_not_wait_for_one_another(tmp_path):
+    """A hundred steps between two looks at the losses, on more devices than there are threads."""
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCE * 100)
+    call = ["--size", "nano", "--data", text, "--mesh", "data=8", "--steps", 100, "--log-every", 100, "--out"]
+    call += [tmp_path / "run", "--sample-bytes", 0, "--validation-bytes", 1024]
+    on_eight_devices(TRAIN, [[str(argument) for argument in call]])
+    assert len(curve(tmp_path / "run")) == 101
+
+
+def test_what_a_device_holds_and_what_devices_exchange():
+    found = json.loads(on_eight_devices(COMPILE, None)[0])
+    held = {"embedding": [256, 32], "query": [32, 32 // 2], "key": [32, 16 // 2], "value": [32, 16 // 2]}
+    held |= {"out": [32 // 2, 32], "gate": [32, 96 // 2], "up": [32, 96 // 2], "down": [96 // 2, 32]}
+    for name, part in held.items():
+        parts = [shape for path, shape in found["shapes"].items() if f"['{name}']['" in path]
+        assert parts == [part] * 3, name  # the parameter and Adam's two moments
+    assert found["shapes"]["batch"] == [8 // 2, 33]
+    assert found["kept"], "the step must leave the state where it was"
+    # Sums only: no device ever sees another's part of the weights, the batch or the heads.
+    assert "all-reduce" in found["hlo"]
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in found["hlo"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--mesh", "date=2"], ["--mesh='date=2'", "'date' is not an axis", "--mesh data=2,model=2"]),
+        (["--mesh", "data=2,"], ["'' is not an axis"]),
+        (["--mesh", "data"], ["--mesh='data'", "'data' can't be read", "number of devices"]),
+        (["--mesh", "data=0"], ["'data=0' can't be read"]),
+        (["--mesh", "data=2,data=4"], ["'data=4' can't be read", "named once"]),
+        (["--mesh", "context=2"], ["context=2 would cut the sequence", "leave context out"]),
+        (["--mesh", "data=3"], ["--mesh='data=3'", "--batch=8", "multiple of 3", "divisor of 8"]),
+        (["--mesh", "model=4"], ["model=4", "kv_heads=2", "divisor of 2", "another --size"]),
+        (["--mesh", "model=3", "--size", "gpt2-small"], ["model=3", "hidden=2048", "divisor of 4"]),
+        (["--mesh", "model=4", "--task", "images"], ["model=4", "heads=2", "divisor of 2"]),
+        (["--mesh", "data=512", "--batch", "512"], ["needs 512 devices", "there are", "--mesh data=1"]),
+    ],
+)
+def test_bad_meshes(args, words, tmp_path, capsys):
+    assert train.main(["--size", "nano", "--out", str(tmp_path / "run"), *args]) == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_axes_that_are_not_named_have_one_device():
+    assert parse_mesh("model=4,data=2") == {"data": 2, "context": 1, "model": 4}
+    assert parse_mesh("context=1") == {"data": 1, "context": 1, "model": 1}
