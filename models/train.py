@@ -235,6 +235,8 @@ def _explain(error: BaseException, settings: Settings) -> tuple[int, str] | None
     if isinstance(error, TrainingError):
         return 1, f"error: {error}. {saved}"
     if is_disk_full(error):
+        # asyncio would log, at any time from now on, Orbax's other writes that failed for the same reason.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         return 1, f"error: the disk that holds --out={str(settings.out)!r} is full. Free some space. {saved}"
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"error: the device is out of memory. Lower --batch, --context or --size (in a new run). {saved}"
