@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -76,8 +77,9 @@ def ring_attention(
       implementation: 'mosaic_gpu', 'xla', a tuple of them, or None; computes each hop.
 
     Returns:
-      out [*B, T/R, N, Hv], with `return_residual` (out, lse), lse [*B, T/R, N]. Both are differentiable once. The gradient
-      of an array that is the same on all devices (slopes, a bias without T) is summed over them by `jax.shard_map`.
+      out [*B, T/R, N, Hv], with `return_residual` (out, lse), lse [*B, T/R, N]; differentiable, twice in reverse (the second
+      derivative keeps what each hop saw, so that it takes the memory of whole sequences). The gradient of an array that is
+      the same on all devices (slopes, a bias without T) is summed over them by `jax.shard_map`, as always there.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised while tracing.
@@ -86,6 +88,7 @@ def ring_attention(
     size = _ring_size(axis_name)
     placement = placements.checked(placement)
     _check_implementation(implementation)
+    _check_sharded(axis_name, query=query, key=key, value=value)
     problem, operands = normalise(
         query,
         key,
@@ -107,7 +110,6 @@ def ring_attention(
     dims = problem.dims
     segments = segment_mask(dims, query_segment_ids, key_value_segment_ids)
     segments = segments and segments.bind(dims, masks.Lengths())
-    _check_sharded(axis_name, query=query, key=key, value=value)
     if operands.mask is None and operands.score is None and segments is None:
         placement = "contiguous"  # nothing depends on positions: larger blocks
     _check_blocks(dims, size, placement)
@@ -176,8 +178,8 @@ def all_to_all_attention(
     """
     size = _ring_size(axis_name)
     placement = placements.checked(placement)
-    local, _ = normalise(query, key, value)
     _check_sharded(axis_name, query=query, key=key, value=value)
+    local, _ = normalise(query, key, value)
     N, K = local.dims.N, local.K
     if N % size:
         raise ValueError(
@@ -259,7 +261,7 @@ def _check_implementation(implementation):
 
 def _check_sharded(axis_name, **arrays):
     for name, x in arrays.items():
-        if manual_axes.known_alike(x, axis_name):
+        if isinstance(x, jax.Array) and manual_axes.known_alike(x, axis_name):
             raise ValueError(
                 f"{name} is the same on all devices along axis_name={axis_name!r}, but each must hold its own shard of the"
                 f" sequence. Shard it: in_specs=PartitionSpec(None, {axis_name!r}) for [B, length, heads, dim] (and if these"

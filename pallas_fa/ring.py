@@ -20,11 +20,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_fa import dispatch, manual_axes, masks, placement, ranges, vjp
+from pallas_fa import by_rows, dispatch, manual_axes, masks, placement, ranges, vjp
 from pallas_fa.dims import Dims
 from pallas_fa.part import Part
 from pallas_fa.problem import Problem, abstract
-from pallas_fa.scores import float_arrays
+from pallas_fa.scores import float_arrays, with_float_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ _with_rules: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 @_with_rules
 def _attention(ring: Ring, q: Any, k: Any, v: Any, score: Any, mask: Any, segments: Any) -> tuple[Any, Any]:
-    return manual_axes.unchecked(functools.partial(_forward, ring), q, k, v, score, mask, segments)
+    return manual_axes.unchecked(functools.partial(_forward, ring, _chosen(ring)), q, k, v, score, mask, segments)
 
 
 def attention(ring: Ring, q: Any, k: Any, v: Any, score: Any, mask: Any, segments: Any) -> tuple[Any, Any]:
@@ -171,11 +171,46 @@ def _forward_rule(ring, *operands):
 
 def _backward_rule(ring, residuals, cotangents):
     score = residuals[3]
-    dq, dk, dv, d_arrays = manual_axes.unchecked(functools.partial(_backward, ring), *residuals, *cotangents)
+    dq, dk, dv, d_arrays = _gradients(ring, *residuals, *cotangents)
     return dq, dk, dv, vjp.score_gradient(score, d_arrays), None, None
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
+
+
+@_with_rules
+def _gradients(ring, *operands):
+    return manual_axes.unchecked(functools.partial(_backward, ring), *operands)
+
+
+def _gradients_forward(ring, *operands):
+    *inputs, _out, _lse, d_out, d_lse = operands
+    return _gradients(ring, *operands), (*inputs, d_out, d_lse)
+
+
+def _gradients_backward(ring, residuals, cotangents):
+    """As in vjp.py: a ring of plain operations, differentiated twice."""
+
+    def pullback(q, k, v, score, mask, segments, d_out, d_lse, cotangents):
+        def gradients(q, k, v, arrays, d_out, d_lse):
+            def primal(q, k, v, arrays):
+                return _forward(ring, by_rows.attention, q, k, v, with_float_arrays(score, arrays), mask, segments)
+
+            return jax.vjp(primal, q, k, v, arrays)[1]((d_out, d_lse))
+
+        return jax.vjp(gradients, q, k, v, float_arrays(score), d_out, d_lse)[1](cotangents)
+
+    dq, dk, dv, d_arrays, dd_out, dd_lse = manual_axes.unchecked(pullback, *residuals, cotangents)
+    d_score = vjp.score_gradient(residuals[3], d_arrays)
+    return dq, dk, dv, d_score, None, None, None, None, dd_out, dd_lse
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def _chosen(ring):
+    """The forward of the implementation chosen for a pair."""
+    return lambda problem, *operands: dispatch.choose(problem, ring.implementation).forward(problem, *operands)
 
 
 def _keys(ring, k, v, segments):
@@ -186,7 +221,7 @@ def _query_ids(ring, segments):
     return ring.split(segments.q_ids, 2) if segments else ()
 
 
-def _forward(ring, q, k, v, score, mask, segments):
+def _forward(ring, attend, q, k, v, score, mask, segments):
     problem = ring.problem
     q, query_ids = ring.split(q, 1), _query_ids(ring, segments)
 
@@ -195,8 +230,8 @@ def _forward(ring, q, k, v, score, mask, segments):
         following = ring.rotate(keys)  # travels while this hop is computed
         states = list(states)
         for pair in _pairs(ring, hop, keys.ids, score, mask, query_ids):
-            attend = functools.partial(_attend, pair, ring.implementation, q[pair.a], keys.k[pair.b], keys.v[pair.b])
-            states[pair.a] = pair.where_needed(attend, states[pair.a])
+            see = functools.partial(_see, pair, attend, q[pair.a], keys.k[pair.b], keys.v[pair.b])
+            states[pair.a] = pair.where_needed(see, states[pair.a])
         return following, tuple(states)
 
     def start(q):
@@ -209,14 +244,16 @@ def _forward(ring, q, k, v, score, mask, segments):
     return out.astype(problem.dtype), lse
 
 
-def _attend(pair, implementation, q, k, v, state):
+def _see(pair, attend, q, k, v, state):
     """`state` with the keys of a pair."""
-    chosen = dispatch.choose(pair.problem, implementation)
-    seen = _State(*chosen.forward(pair.problem, q, k, v, pair.score, pair.mask))
-    lse = jnp.logaddexp(state.lse, seen.lse)
-    finite = jnp.where(lse == -jnp.inf, 0, lse)
-    before, now = (jnp.exp(x.lse - finite)[..., None] for x in (state, seen))
-    return _State(before * state.out + now * seen.out, lse)
+    seen = _State(*attend(pair.problem, q, k, v, pair.score, pair.mask))
+    top = lax.stop_gradient(jnp.maximum(state.lse, seen.lse))
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row that has attended to nothing: exp(-inf - 0) = 0, not NaN
+    before, now = jnp.exp(state.lse - top), jnp.exp(seen.lse - top)
+    empty = before + now == 0
+    total = jnp.where(empty, 1, before + now)
+    out = (before / total)[..., None] * state.out + (now / total)[..., None] * seen.out
+    return _State(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
 
 
 class _Gradients(NamedTuple):
