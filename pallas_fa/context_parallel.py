@@ -261,7 +261,16 @@ def _check_implementation(implementation):
 
 def _check_sharded(axis_name, **arrays):
     for name, x in arrays.items():
-        if isinstance(x, jax.Array) and manual_axes.known_alike(x, axis_name):
+        if not isinstance(x, jax.Array):
+            continue
+        explicit = [axis for axis in jax.typeof(x).sharding.spec if axis is not None]
+        if explicit:
+            raise ValueError(
+                f"{name} is sharded over the explicit mesh axes {explicit} inside of a jax.shard_map that is manual over"
+                f" axis_name={axis_name!r}. Make them manual too (name them in its axis_names and in_specs), or make the"
+                " mesh with jax.sharding.AxisType.Auto for these axes."
+            )
+        if manual_axes.known_alike(x, axis_name):
             raise ValueError(
                 f"{name} is the same on all devices along axis_name={axis_name!r}, but each must hold its own shard of the"
                 f" sequence. Shard it: in_specs=PartitionSpec(None, {axis_name!r}) for [B, length, heads, dim] (and if these"
