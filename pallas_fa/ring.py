@@ -155,10 +155,12 @@ def _attention(ring: Ring, q: Any, k: Any, v: Any, score: Any, mask: Any, segmen
     return manual_axes.unchecked(functools.partial(_forward, ring, _chosen(ring)), q, k, v, score, mask, segments)
 
 
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def attention(ring: Ring, q: Any, k: Any, v: Any, score: Any, mask: Any, segments: Any) -> tuple[Any, Any]:
     """(out [B, T, N, Hv], log-sum-exp [B, T, N]) of this device's queries.
 
-    q, k, v are this device's shards, and so are the arrays of `segments`, a bound `masks.Segments` or None.
+    q, k, v are this device's shards, and so are the arrays of `segments`, a bound `masks.Segments` or None. Jitted, since
+    outside of any jit shard_map would run the hops one operation at a time.
     """
     return _attention(ring, *manual_axes.made_alike(q, k, v, score, mask, segments))
 
