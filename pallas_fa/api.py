@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_fa import dispatch, explicit_axes, reference
-from pallas_fa.problem import normalise
+from pallas_fa.problem import Operands, Problem, normalise
 from pallas_fa.pytree import arrays_of
 
 
@@ -96,7 +96,11 @@ def dot_product_attention(
 
 
 def _attend(*, implementation, **arguments) -> tuple[Any, Any]:
-    problem, operands = normalise(**arguments)
+    return attend(*normalise(**arguments), implementation)
+
+
+def attend(problem: Problem, operands: Operands, implementation: Any) -> tuple[Any, Any]:
+    """(out [*B, T, N, Hv], log-sum-exp [*B, T, N]) of arguments that `normalise` has checked."""
     chosen = dispatch.choose(problem, implementation)
     if chosen.name == "reference":
         out, lse = reference.attention(problem, *operands)

@@ -63,3 +63,25 @@ class Dims:
         if math.prod(batch) not in (1, self.B):  # some batch dims are broadcast and others are not
             x = jnp.broadcast_to(x, self.batch + rest)
         return x.reshape((math.prod(x.shape[:-3]), *rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedDims(Dims):
+    """Sizes of a whole problem whose arrays of masks and scores hold `rows` of the T queries, those of one device."""
+
+    rows: int
+
+    def broadcastable(self, name: str, x: Any) -> Any:
+        return self._shard(Dims.broadcastable, name, x)
+
+    def spanning(self, name: str, x: Any, letters: str) -> Any:
+        return self._shard(Dims.spanning, name, x, letters)
+
+    def _shard(self, method, *args):
+        try:
+            return method(Dims(self.batch, self.rows, self.S, self.N), *args)
+        except ValueError as e:
+            raise ValueError(
+                f"{e} In ring attention T is the number of queries on this device, {self.rows} of {self.T}, and S that of"
+                f" the keys on all devices, {self.S}: shard dim T of the array over the ring, and leave S whole."
+            ) from None

@@ -49,3 +49,9 @@ def _unmarked(x):
 def _vary(axes, x):
     missing = tuple(axis for axis in sorted(axes) if axis not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def known_alike(x: Any, axis_name: str) -> bool:
+    """Whether JAX checks that `x` is the same on all devices along a mesh axis."""
+    checks = axis_name in _varying(lax.axis_index(axis_name))
+    return checks and axis_name not in _varying(x)

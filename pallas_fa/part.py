@@ -43,6 +43,12 @@ class Part:
 
         return jax.tree.map(one, tree)
 
+    def add(self, whole: Any, update: Any) -> Any:
+        """The array `whole` with `update` added to what `cut` takes of it: the transpose of `cut`."""
+        starts = [start if size > 1 else 0 for start, size in zip(self.start, whole.shape, strict=True)]
+        old = lax.dynamic_slice(whole, starts, update.shape)
+        return lax.dynamic_update_slice(whole, old + update.astype(whole.dtype), starts)
+
 
 def _as_bound(x):
     return jnp.asarray(x, jnp.int32).reshape(1, 1, 1, 1)

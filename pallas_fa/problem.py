@@ -5,6 +5,7 @@ library may trust what it gets.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,8 +73,13 @@ def normalise(
     precision=None,
     deterministic_gradients=False,
     config=None,
+    whole: Callable[[Dims], Dims] = lambda dims: dims,
 ) -> tuple[Problem, Operands]:
-    """Checks the arguments of `dot_product_attention` and brings them to one form."""
+    """Checks the arguments of `dot_product_attention` and brings them to one form.
+
+    Where q, k and v are a part of a problem, `whole` makes the sizes of all of it of theirs; masks and scores are bound
+    to these.
+    """
     q, k, v = (_float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     dims = _check_shapes(q, k, v)
     for name, flag in (("is_causal", is_causal), ("deterministic_gradients", deterministic_gradients)):
@@ -87,14 +93,13 @@ def normalise(
         segment_mask(dims, query_segment_ids, key_value_segment_ids),
         _mask(mask),
     ]
-    bound_mask = bind_mask(masks.all_of([m for m in found if m is not None]), dims)
+    bound_mask = bind_mask(masks.all_of([m for m in found if m is not None]), whole(dims))
 
     static_scale, scale_score = _scale(scale, q.shape[-1])
     found = [scale_score, _bias(bias), _soft_cap(logits_soft_cap), _score(score)]
     bound_score = scores.chain([x for x in found if x is not None])
-    bound_score = bound_score and bound_score.bind(dims)
+    bound_score = bound_score and bound_score.bind(whole(dims))
 
-    abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     problem = Problem(
         dims=dims,
         K=k.shape[-2],
@@ -110,6 +115,11 @@ def normalise(
     )
     q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
     return problem, Operands(q, k, v, bound_score, bound_mask)
+
+
+def abstract(tree: Any) -> Any:
+    """`tree` with ShapeDtypeStructs in the places of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _float_array(name, x):

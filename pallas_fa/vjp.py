@@ -46,7 +46,7 @@ def _forward_rule(implementation, problem, q, k, v, score, mask):
 def _backward_rule(implementation, problem, residuals, cotangents):
     q, k, v, score, mask, out, lse = residuals
     dq, dk, dv, d_arrays = _gradients(implementation, problem, q, k, v, score, mask, out, lse, *cotangents)
-    return dq, dk, dv, _score_gradient(score, d_arrays), None
+    return dq, dk, dv, score_gradient(score, d_arrays), None
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
@@ -76,13 +76,13 @@ def _gradients_backward(implementation, problem, residuals, cotangents):
         return jax.vjp(gradients, q, k, v, float_arrays(score), d_out, d_lse)[1](cotangents)
 
     dq, dk, dv, d_arrays, dd_out, dd_lse = manual_axes.unchecked(pullback, *residuals, cotangents)
-    return dq, dk, dv, _score_gradient(residuals[3], d_arrays), None, None, None, dd_out, dd_lse
+    return dq, dk, dv, score_gradient(residuals[3], d_arrays), None, None, None, dd_out, dd_lse
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
-def _score_gradient(score, d_arrays):
+def score_gradient(score, d_arrays):
     """A cotangent for `score`: `d_arrays` for its float arrays, none for its integer ones."""
     d_arrays = iter(d_arrays)
 

@@ -1,0 +1,353 @@
+"""Ring and all-to-all attention on 2, 4 and 8 devices: the results of one device, and nothing gathered."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_fa
+from pallas_fa import masks, placement, scores
+from pallas_fa.context_parallel import all_to_all_attention, from_zigzag, ring_attention, to_zigzag
+from pallas_fa.problem import normalise
+from pallas_fa.ring import Ring
+from tests.test_kernel_lowering import kernels
+from tests.test_sharding import close, collectives, compile
+
+B, T, N, K, H = 4, 32, 8, 2, 8
+PLACEMENTS = ("contiguous", "zigzag")
+TOKENS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1}
+ROWS = {"bias": -2, "mask": -2}  # arrays that a ring shards over their rows, and all-to-all does not
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale")
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def tokens(heads=K, length=T):
+    shape = (B, length, heads, H)
+    return {"query": normal((B, T, N, H), 1), "key": normal(shape, 2), "value": normal(shape, 3)}
+
+
+def segment_ids():
+    ids = np.sort(np.random.default_rng(4).integers(0, 4, (B, T), np.int32), axis=1)
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+
+
+def padded(a, length):
+    """The arguments with NaN past the length of the keys."""
+    padding = (np.arange(a["key"].shape[1]) >= length[:, None])[..., None, None]
+    return {
+        **a,
+        "key": np.where(padding, np.float32(np.nan), a["key"]),
+        "value": np.where(padding, np.float32(np.nan), a["value"]),
+    }
+
+
+LENGTHS = np.asarray([48, 17, 5, 0], np.int32)
+# name: (arrays, static keywords). `slopes` become an Alibi, a function of positions.
+CASES = {
+    "full": (tokens(), {}),
+    "causal": (tokens(N), {"is_causal": True}),
+    "causal window": (tokens(), {"is_causal": True, "local_window_size": (6, 0)}),
+    "segments": ({**tokens(), **segment_ids(), "scale": np.asarray(0.3, np.float32)}, {"logits_soft_cap": 2.0}),
+    "lengths": (
+        {
+            **padded(tokens(length=48), LENGTHS),
+            "key_value_seq_lengths": LENGTHS,
+            "query_seq_lengths": np.asarray([T, 20, 9, 3], np.int32),
+        },
+        {"mask": masks.Causal("bottom_right", offset=2)},
+    ),
+    "bias": ({**tokens(), "bias": normal((N, T, T)), "mask": normal((B, 1, T, T), 5) < 1}, {"is_causal": True}),
+    "alibi": (
+        {**tokens(), "slopes": np.linspace(0.1, 1, N, dtype=np.float32), "bias": normal((1, T), 6)},
+        {"is_causal": True},
+    ),
+}
+
+
+def attend(arrays, attention=pallas_fa.dot_product_attention, implementation="reference", **static):
+    arrays = dict(arrays)
+    slopes = arrays.pop("slopes", None)
+    score = None if slopes is None else scores.Alibi(slopes)
+    return attention(**arrays, **static, score=score, implementation=implementation, return_residual=True)
+
+
+def sharded(attention, size, placement):
+    """`attention` of whole arrays, over a ring of `size` and batch entries over what is left of 8 devices."""
+    mesh = jax.make_mesh((8 // size, size), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
+    shard = P("data", "ring")
+
+    def run(arrays, **static):
+        spans = dict(TOKENS)
+        if attention is ring_attention:
+            spans |= {name: axis for name, axis in ROWS.items() if name in arrays and arrays[name].shape[axis] > 1}
+        specs = {name: shard if name in TOKENS else P() for name in arrays}
+        specs |= {name: P("data") for name in ("query_seq_lengths", "key_value_seq_lengths") if name in arrays}
+        specs |= {name: P(*[None] * (arrays[name].ndim - 2), "ring") for name in ROWS if name in spans}
+        if "mask" in arrays:
+            specs["mask"] = P("data", *specs["mask"][1:])
+        if placement == "zigzag":
+            arrays = {name: to_zigzag(x, spans[name], size) if name in spans else x for name, x in arrays.items()}
+
+        def local(arrays):
+            attention_here = functools.partial(attention, axis_name="ring", placement=placement)
+            return attend(arrays, attention_here, "xla", **static)
+
+        results = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(shard, shard))(arrays)
+        return tuple(from_zigzag(x, 1, size) if placement == "zigzag" else x for x in results)
+
+    return run
+
+
+def loss(floats, rest, attend):
+    out, lse = attend({**floats, **rest})
+    total = jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0))
+    return total, (out, lse)
+
+
+def everything(arrays, attend):
+    """(gradients by name, (out, lse)): a function and its arguments, to be compiled."""
+    floats = {name: x for name, x in arrays.items() if name in FLOATS}
+    rest = {name: x for name, x in arrays.items() if name not in FLOATS}
+    return jax.grad(functools.partial(loss, attend=attend), has_aux=True), floats, rest
+
+
+@functools.cache
+def truth(name):
+    arrays, static = CASES[name]
+    fn, *args = everything(arrays, functools.partial(attend, **static))
+    return fn(*args)
+
+
+def check(name, attention, size, placement):
+    arrays, static = CASES[name]
+    fn, *args = everything(arrays, functools.partial(sharded(attention, size, placement), **static))
+    finite = lambda tree: jax.tree.map(lambda x: jnp.where(x == -jnp.inf, 10, x), tree)
+    close(finite(compile(fn, *args)(*args)), finite(truth(name)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", CASES)
+def test_ring_attention_is_attention(name, placement):
+    check(name, ring_attention, 4, placement)
+
+
+@pytest.mark.parametrize(("size", "placement"), [*itertools.product((2, 8), PLACEMENTS)])
+def test_ring_of_any_size(size, placement):
+    check("alibi", ring_attention, size, placement)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_to_all_attention_is_attention(name):
+    check(name, all_to_all_attention, 4, "contiguous")
+
+
+@pytest.mark.parametrize(("size", "placement"), ((2, "zigzag"), (8, "zigzag"), (8, "contiguous")))
+def test_all_to_all_of_any_size(size, placement):
+    """With fewer key heads than devices they are repeated."""
+    check("alibi", all_to_all_attention, size, placement)
+
+
+# ---- what it costs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ring_attention_gathers_nothing(placement):
+    arrays = {**tokens(), **segment_ids()}
+    run = functools.partial(sharded_in_place, is_causal=True, placement=placement)
+    assert collectives(compile(run, arrays)) == {"collective-permute"}
+    fn, *args = everything(arrays, run)
+    compiled = compile(fn, *args)
+    assert collectives(compiled) == {"collective-permute"}
+    assert "f32[4,32," not in str(compiled.as_text())  # no device holds a whole sequence
+
+
+def sharded_in_place(arrays, **static):
+    """Ring attention of arrays that lie where they should."""
+    mesh = jax.make_mesh((8,), ("ring",), axis_types=(AxisType.Auto,))
+    specs = {name: P(None, "ring") for name in arrays}
+    local = functools.partial(attend, attention=functools.partial(ring_attention, axis_name="ring", **static))
+    shard = P(None, "ring")
+    return jax.shard_map(
+        functools.partial(local, implementation="xla"), mesh=mesh, in_specs=(specs,), out_specs=(shard, shard)
+    )(arrays)
+
+
+def ring_of(size, placement, mask, implementation="xla"):
+    shard = np.zeros((1, T // size, 1, H), np.float32)
+    return Ring(normalise(shard, shard, shard, mask=mask)[0], implementation, "ring", size, placement)
+
+
+@pytest.mark.parametrize(
+    ("placement", "mask", "hops"),
+    (
+        ("contiguous", None, 8),
+        ("contiguous", masks.Causal(), 8),
+        ("contiguous", masks.Window(0, 0), 1),
+        ("contiguous", masks.Window(5, 0), 3),
+        ("contiguous", masks.Window(5, 0) | masks.Window(0, 0), 3),
+        ("contiguous", masks.Window(5, 1), 8),  # the next device's keys come last
+        ("contiguous", masks.Causal() & masks.Custom(lambda b, n, t, s: t - s < 2, ranges=masks.Window(1, 0)), 2),
+        ("zigzag", masks.Window(0, 0), 1),
+        ("zigzag", masks.Causal(), 8),
+    ),
+)
+def test_the_ring_stops_where_the_mask_ends(placement, mask, hops):
+    assert ring_of(8, placement, mask).hops == hops
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_zigzag_balances_causal_masks(size):
+    """In every hop each device computes as many pairs of blocks as any other: three in the first, then two."""
+    block = T // (2 * size)
+    for hop in range(size):
+        needed = [
+            sum(
+                q_start >= kv_start
+                for q_start in placement.starts("zigzag", device, size, block)
+                for kv_start in placement.starts("zigzag", (device - hop) % size, size, block)
+            )
+            for device in range(size)
+        ]
+        assert needed == [2 if hop else 3] * size
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_the_mask_rules_out_is_not_computed(placement):
+    """Each block is a segment of its own, so that the NaN of another would be seen if it were looked at."""
+    size = 8
+    ids = np.arange(T, dtype=np.int32) // (T // size // 2) * np.ones((B, 1), np.int32)
+    arrays = tokens()
+    arrays["value"] = np.where(ids[..., None, None] == ids.max(), np.float32(np.nan), arrays["value"])
+    arrays |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    out, _ = jax.jit(functools.partial(sharded(ring_attention, size, placement)))(arrays)
+    last = T // size // 2 if placement == "zigzag" else T // size
+    assert np.isfinite(out[:, :-last]).all()
+    assert np.isnan(out[:, -1]).all()
+
+
+# ---- where it is used ---------------------------------------------------------------------------------------------------
+
+
+def test_layers_with_remat():
+    """Under scan and remat with a policy on the residuals, on one axis of a mesh whose other axis is automatic."""
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
+    x = tokens(N)["query"]
+    keep = jax.checkpoint_policies.save_only_these_names("pallas_fa_out", "pallas_fa_lse")
+
+    def layers(x, attention):
+        layer = jax.checkpoint(lambda x: x + attention(x, x, x, is_causal=True, implementation="xla"), policy=keep)
+        return jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=2)[0]
+
+    def loss(x, attention, map=lambda f: f):
+        return jnp.sum(jnp.sin(map(functools.partial(layers, attention=attention))(x)))
+
+    ring = functools.partial(ring_attention, axis_name="ring", placement="contiguous")
+    over_ring = lambda f: jax.shard_map(
+        f, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"), axis_names={"ring"}
+    )
+    got = compile(jax.grad(functools.partial(loss, attention=ring, map=over_ring)), x)(x)
+    close(got, jax.grad(functools.partial(loss, attention=pallas_fa.dot_product_attention))(x))
+
+
+def test_kernels_lower_in_a_ring():
+    """One kernel forward and one backward, whatever the number of devices; four times as many in zigzag placement."""
+    x = jnp.ones((1, 2048, 4, 64), jnp.bfloat16)
+    arrays = {"query": x, "key": x[:, :, :2], "value": x[:, :, :2]}
+    mesh = jax.make_mesh((8,), ("ring",), axis_types=(AxisType.Auto,))
+
+    def total(arrays):
+        call = lambda a: ring_attention(
+            **a, axis_name="ring", placement="contiguous", is_causal=True, implementation=("mosaic_gpu", "xla")
+        )
+        specs = {name: P(None, "ring") for name in arrays}
+        out = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P(None, "ring"))(arrays)
+        return jnp.sum(out.astype(jnp.float32))
+
+    assert kernels(jax.grad(total), arrays) == 2
+
+
+@pytest.mark.parametrize("name", ("lengths", "alibi"))
+def test_derivatives_of_gradients(name):
+    """Also where whole rows and whole blocks attend to nothing."""
+    arrays, static = CASES[name]
+
+    def second(attend):
+        fn, floats, rest = everything(arrays, functools.partial(attend, **static))
+        squares = lambda floats: sum(jnp.sum(x**2) for x in fn(floats, rest)[0].values())
+        return compile(jax.grad(squares), floats)(floats)
+
+    close(second(sharded(ring_attention, 4, "contiguous")), second(attend))
+
+
+@pytest.mark.parametrize("axis", (0, -2))
+def test_zigzag_and_back(axis):
+    x = np.arange(24).reshape(12, 2)
+    zigzag = to_zigzag(x, axis, 3)
+    np.testing.assert_array_equal(zigzag[:, 0] // 4, [0, 0, 5, 5, 1, 1, 4, 4, 2, 2, 3, 3])
+    np.testing.assert_array_equal(from_zigzag(zigzag, axis, 3), x)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------------
+
+
+def call(attention=ring_attention, length=4, specs=None, heads=2, **keywords):
+    """A call on 4 devices."""
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.ones((2, length * 4, heads, 8))
+    keywords = {"axis_name": "ring", "is_causal": True, **keywords}
+    local = lambda q, k, v: attention(q, k, v, **keywords)
+    specs = specs or (P(None, "ring"),) * 3
+    return jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, ("data", "ring"))), x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "keywords"),
+    (
+        (ValueError, "axis_name='rings' is not an axis of a mesh that is manual here", {"axis_name": "rings"}),
+        (TypeError, r"axis_name=\('data', 'ring'\) must be one name", {"axis_name": ("data", "ring")}),
+        (ValueError, "placement='zig' is not a way", {"placement": "zig"}),
+        (ValueError, "query has the odd length 3 on each of 4 devices", {"length": 3}),
+        (ValueError, "key is the same on all devices", {"specs": (P(None, "ring"), P(), P(None, "ring"))}),
+        (ValueError, "query is the same on all devices", {"specs": (P(), P(None, "ring"), P(None, "ring"))}),
+        (ValueError, "leave S whole", {"bias": jnp.ones((4, 4))}),
+        (ValueError, "leave S whole", {"mask": masks.Segments(jnp.ones(16, int), jnp.ones(16, int))}),
+        (ValueError, "query_segment_ids.shape=.* must be", {"query_segment_ids": jnp.ones((2, 16), int)}),
+        (NotImplementedError, "'reference'", {"implementation": ("xla", "reference")}),
+        (NotImplementedError, "mosaic_gpu", {"implementation": "mosaic_gpu"}),
+        (ValueError, "query has N=2 heads.* Use ring_attention", {"attention": all_to_all_attention}),
+        (
+            ValueError,
+            "odd length 3",
+            {"attention": all_to_all_attention, "heads": 4, "length": 3, "placement": "zigzag"},
+        ),
+        (ValueError, "key is the same", {"attention": all_to_all_attention, "specs": (P(None, "ring"), P(), P())}),
+    ),
+)
+def test_errors(error, message, keywords):
+    keywords = (
+        {"key_value_segment_ids": jnp.ones((2, 4), int), **keywords} if "query_segment_ids" in keywords else keywords
+    )
+    with pytest.raises(error, match=message):
+        call(**keywords)
+
+
+@pytest.mark.parametrize("attention", (ring_attention, all_to_all_attention))
+def test_explicit_axes_beside_a_manual_one(attention):
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(tokens(N)["query"], NamedSharding(mesh, P("data", "ring")))
+    local = lambda x: attention(x, x, x, axis_name="ring")
+    with pytest.raises(ValueError, match="query is sharded over the explicit mesh axes \\['data'\\]"):
+        jax.shard_map(local, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"), axis_names={"ring"})(x)
+
+
+def test_zigzag_of_a_length_that_it_does_not_divide():
+    with pytest.raises(ValueError, match="size 12, not a multiple of 2 \\* ring_size = 8"):
+        to_zigzag(np.zeros((1, 12)), 1, 4)
