@@ -156,9 +156,12 @@ class Window(Mask):
 
     def allowed(self, b, n, t, s):
         centre = t + self.offset
-        above = None if self.left is None else s >= centre - self.left
-        below = s <= centre + (FAR if self.right is None else self.right)
-        return below if above is None else above if self.right is None else above & below
+        if self.left is None:
+            return s <= centre + (FAR if self.right is None else self.right)
+        if self.right is None:
+            return s >= centre - self.left
+        # Both bounds in one comparison: left of the window, the difference wraps to a large number.
+        return (s - centre + self.left).astype(jnp.uint32) <= self.left + self.right
 
     def kv_range(self, t_lo, t_hi):
         left, right = self._bounds
@@ -352,7 +355,8 @@ class And(Mask):
     parts: tuple[Mask, ...]
 
     def bind(self, dims, lengths):
-        return And(tuple(part.bind(dims, lengths) for part in self.parts))
+        parts = _joined_bands([part.bind(dims, lengths) for part in self.parts])
+        return parts[0] if len(parts) == 1 else And(tuple(parts))
 
     def moved(self, part):
         return And(tuple(each.moved(part) for each in self.parts))
@@ -430,6 +434,18 @@ def all_of(masks: list[Mask]) -> Mask | None:
     """The conjunction of `masks`; None when there are none."""
     parts = tuple(part for mask in masks for part in _parts(mask, And))
     return parts[0] if len(parts) == 1 else And(parts) if parts else None
+
+
+def _joined_bands(parts: list[Mask]) -> list[Mask]:
+    """Bound parts, with all causal masks and windows of known offsets joined to one window: one test instead of many."""
+    bands = [part for part in parts if isinstance(part, (Causal, Window)) and is_static_int(part.offset)]
+    lefts = [part.offset - part.left for part in bands if isinstance(part, Window) and part.left is not None]
+    rights = [part.offset + part.right for part in bands if isinstance(part, Window) and part.right is not None]
+    rights += [part.offset for part in bands if isinstance(part, Causal)]
+    if len(bands) < 2 or not lefts or not rights or min(rights) < max(lefts):
+        return parts
+    window = Window(left=min(rights) - max(lefts), right=0, offset=min(rights))
+    return [window, *(part for part in parts if part not in bands)]
 
 
 def parts_of[M: Mask](mask: Mask | None, kind: type[M]) -> list[M]:

@@ -85,19 +85,21 @@ def hull(hit: Any, block: int) -> tuple[Any, Any]:
     """[lo, hi) from the first to the last block that is hit; hit [B, N, tiles, blocks]."""
     if not block:
         return -FAR, jnp.where(hit[..., 0], FAR, -FAR)
-    first = jnp.argmax(hit, axis=-1)
-    last = hit.shape[-1] - jnp.argmax(hit[..., ::-1], axis=-1)
-    found = jnp.any(hit, axis=-1)
-    return jnp.where(found, first * block, 0), jnp.where(found, last * block, 0)
+    index = _index(hit)
+    first, end = jnp.where(hit, index, FAR).min(axis=-1), jnp.where(hit, index + 1, 0).max(axis=-1)
+    return jnp.where(end > 0, first * block, 0), end * block
 
 
 def first_run(hit: Any, block: int) -> tuple[Any, Any]:
     """[lo, hi) of the first unbroken run of blocks that are hit."""
     if not block:
         return -FAR, jnp.where(hit[..., 0], FAR, -FAR)
-    first = jnp.argmax(hit, axis=-1)
-    index = jax.lax.broadcasted_iota(jnp.int32, hit.shape, hit.ndim - 1)
-    after = ~hit & (index > first[..., None])
-    end = jnp.where(jnp.any(after, axis=-1), jnp.argmax(after, axis=-1), hit.shape[-1])
-    found = jnp.any(hit, axis=-1)
-    return jnp.where(found, first * block, 0), jnp.where(found, end * block, 0)
+    index, count = _index(hit), hit.shape[-1]
+    first = jnp.where(hit, index, count).min(axis=-1)
+    end = jnp.where(~hit & (index > first[..., None]), index, count).min(axis=-1)
+    return jnp.where(first < count, first * block, 0), jnp.where(first < count, end * block, 0)
+
+
+def _index(hit):
+    # Minima and maxima of it, which XLA finds in one kernel: on a GPU, each kernel more takes 3 us.
+    return jax.lax.broadcasted_iota(jnp.int32, hit.shape, hit.ndim - 1)

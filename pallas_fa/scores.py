@@ -35,6 +35,11 @@ class Score(Node):
         """This bound score, whose arrays are cut to `part` already, at the part's own indices."""
         return self
 
+    @property
+    def bound(self) -> float | None:
+        """What no result exceeds, in either direction; None where that is not known."""
+        return None
+
     def then(self, other: "Score") -> "Score":
         """This score first, then `other`."""
         if not isinstance(other, Score):
@@ -54,6 +59,10 @@ class SoftCap(Score):
         if not (self.cap > 0 and math.isfinite(self.cap)):
             raise ValueError(f"cap={self.cap} must be positive and finite. Leave the soft cap out for no cap.")
         object.__setattr__(self, "cap", float(self.cap))
+
+    @property
+    def bound(self):
+        return self.cap
 
     def apply(self, x, b, n, t, s):
         return self.cap * jnp.tanh(x / self.cap)
@@ -139,6 +148,10 @@ class Chain(Score):
 
     def moved(self, part):
         return Chain(tuple(each.moved(part) for each in self.parts))
+
+    @property
+    def bound(self):
+        return self.parts[-1].bound
 
     def apply(self, x, b, n, t, s):
         for part in self.parts:

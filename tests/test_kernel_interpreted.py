@@ -10,12 +10,16 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import reference
-from pallas_fa.mosaic_gpu import forward
+from pallas_fa.mosaic_gpu import forward, forward_load
 from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
 from pallas_fa.problem import normalise
 from tests.cases import Case
 
 TWO, THREE = (Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64)) for wgs in (2, 3))
+IN_TURNS, THREE_IN_TURNS = (
+    Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64, takes_turns=True)) for wgs in (2, 3)
+)
+PAIRS_IN_TURNS = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, paired=True, takes_turns=True))
 PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, paired=True))
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
@@ -33,6 +37,13 @@ CASES = {
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
+    "in turns, causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), IN_TURNS),
+    "in turns, 3 warpgroups, two past the end, bias": (
+        dataclasses.replace(BASE, T=200, mask="window_causal", score="bias_shared"),
+        THREE_IN_TURNS,
+    ),
+    "pairs in turns, segments": (dataclasses.replace(BASE, T=400, mask="segments"), PAIRS_IN_TURNS),
+    "pairs in turns, steps of one warpgroup": (dataclasses.replace(BASE, T=300, S=300, mask="causal"), PAIRS_IN_TURNS),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score": (dataclasses.replace(BASE, mask="causal", score="everything"), PAIRED),
     "pairs, dense mask, bias": (dataclasses.replace(BASE, mask="dense", score="bias_shared"), PAIRED),
@@ -86,7 +97,7 @@ def test_padding_may_hold_nan():
 
 def test_the_race_detector_sees_a_missing_wait(monkeypatch):
     """Without the wait for a slot to be free, a tile of keys is overwritten while it is read."""
-    monkeypatch.setattr(forward, "_wait_free", lambda *args: None)
+    monkeypatch.setattr(forward_load, "wait_free", lambda *args: None)
     problem, operands = problem_of(dataclasses.replace(BASE, T=128, S=384), TWO)
     try:
         _, races = interpreted(problem, operands)

@@ -6,6 +6,7 @@ with a kernel but its results.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +58,19 @@ def test_every_length_lowers(T, S, dtype):
     assert lower_forward(dataclasses.replace(BASE, T=T, S=S, mask="causal", dtype=dtype, batch=())) == 1
 
 
-CONFIGS = sorted({(dim, c) for dim in (64, 128, 192, 256) for c in forward_configs(dim, min(dim, 256))}, key=str)
-
-
-@pytest.mark.parametrize(
-    ("dim", "config"), [*CONFIGS, (64, ForwardConfig(paired=True)), (128, ForwardConfig(paired=True))]
+CONFIGS = sorted(
+    {
+        (dim, config)
+        for dim in (64, 128, 192, 256)
+        for length in (1024, 2**14)
+        for alike, from_table in itertools.product((True, False), repeat=2)
+        for config in forward_configs(dim, dim, length, alike, from_table)
+    },
+    key=str,
 )
+
+
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
 def test_every_configuration_of_the_tables_lowers(dim, config):
     case = dataclasses.replace(BASE, mask="segments", H=dim, Hv=dim)
     assert lower_forward(case, config=Config(forward=config)) == 1

@@ -23,6 +23,7 @@ from pallas_fa.mosaic_gpu.backward_plan import Plan
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E
 from pallas_fa.mosaic_gpu.backward_tile import PER_OTHER, PER_OWN, TILE, Step, TileOfLogits
 from pallas_fa.mosaic_gpu.named_barriers import fence_for_async_copies
+from pallas_fa.mosaic_gpu.registers import anew
 
 
 def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
@@ -110,7 +111,7 @@ class _Compute:
             tiles.store(copied, gmem, work.b, pl.ds(work.start + self.wg * 64, 64), work.head)
         if plan.fused:
             self.barriers["dq_free"].wait(self.wg)  # the last arrival, which no step waited for
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""
@@ -154,6 +155,8 @@ class _Compute:
     def _step(self, at, done, sums, a_accs, b_accs):
         """One tile of the other sequence: adds to the accumulators, to `sums` (returned) and, through memory, to dQ."""
         plan, core, scratch, c = self.plan, self.core, self.scratch, self.plan.config
+        wg = anew(self.wg, plan.interpret)
+        rows = pl.ds(wg * 64, 64)
         slot_a, slot_b, ds_slot = (lax.rem(done, jnp.int32(stages)) for stages in (*c.stages, c.ds_stages))
         other_a, other_b = self.other_a.at[slot_a], self.other_b.at[slot_b]
         plgpu.barrier_wait(scratch["other_a_ready"].at[slot_a])
@@ -161,7 +164,7 @@ class _Compute:
         if plan.zeroes_other and at.cut:
             self._zero_other(at, other_a, other_b)
 
-        p, ds, sums = self._logits(at, slot_a, slot_b, other_a, other_b, sums)
+        p, ds, sums = self._logits(at, rows, slot_a, slot_b, other_a, other_b, sums)
         release_a, release_b = (
             lambda name=name, slot=slot: self.barriers[name].arrive(slot)
             for name, slot in (("other_a_free", slot_a), ("other_b_free", slot_b))
@@ -182,26 +185,26 @@ class _Compute:
         dv_first = plan.problem.mask is not None
         if dv_first:
             self._times(b_accs, p, other_b)
-        ds_smem[self.rows] = ds
+        ds_smem[rows] = ds
         if not dv_first:
             self._times(b_accs, p, other_b)
         fence_for_async_copies(plan.interpret)
         self.barriers["wgs_meet"].wait()
-        self._add_dq(ds_smem, a_accs, ds, other_a, release_b)
+        self._add_dq(wg, ds_smem, a_accs, ds, other_a, release_b)
         core.wait(0)  # dK is done
         release_a()
         return sums
 
-    def _add_dq(self, ds_smem, a_accs, ds, other_a, release_b):
+    def _add_dq(self, wg, ds_smem, a_accs, ds, other_a, release_b):
         """dQ = dS K, staged for the store warp, and under it the matmul of dK, which stays under way."""
         plan, core, wgs = self.plan, self.core, self.plan.config.compute_wgs
         if plan.dq_by_rows:
-            ds_smem = ds_smem.at[:, self.rows] if wgs > 1 else ds_smem
+            ds_smem = ds_smem.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else ds_smem
             keys = [self.own_a.at[i] for i in range(plan.own_a.chunks)]
         elif plan.own_a.chunks > 1:
-            keys = [self.own_a.at[self.wg]]
+            keys = [self.own_a.at[wg]]
         else:
-            keys = [self.own_a.at[0, :, pl.ds(self.wg * plan.dq_columns, plan.dq_columns)]]
+            keys = [self.own_a.at[0, :, pl.ds(wg * plan.dq_columns, plan.dq_columns)]]
 
         def dq(*dq_accs):
             for acc, k in zip(dq_accs, keys, strict=True):
@@ -212,18 +215,18 @@ class _Compute:
             return tuple(core.result(acc, len(a_accs)) for acc in dq_accs)
 
         parts = core.scoped(dq, *((64, k.shape[1]) for k in keys))
-        self.barriers["dq_free"].wait(self.wg)
+        self.barriers["dq_free"].wait(wg)
         for i, x in enumerate(parts):
-            self.scratch["dq_smem"][self.wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
+            self.scratch["dq_smem"][wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
         fence_for_async_copies(plan.interpret)
-        self.barriers["dq_ready"].arrive(self.wg)
+        self.barriers["dq_ready"].arrive(wg)
 
     def _times(self, accs, a, tiles):
         """accs += a tiles, chunk by chunk."""
         for i, acc in enumerate(accs):
             self.core.matmul(acc, a, tiles.at[i])
 
-    def _logits(self, at, slot_a, slot_b, other_a, other_b, sums):
+    def _logits(self, at, rows, slot_a, slot_b, other_a, other_b, sums):
         """(P, dS) as operands of matmuls, None where not needed, and `sums` with the gradients of this tile."""
         plan, core, scratch = self.plan, self.core, self.scratch
         shape, dtype = (64, plan.config.width), plan.problem.dtype
@@ -232,7 +235,7 @@ class _Compute:
             smem = scratch[f"{name}_smem"]
             if plan.by_keys:
                 return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_OTHER), shape, [1])
-            return lax.broadcast_in_dim(plgpu.load(smem.at[0, self.rows], layout=PER_OWN), shape, [0])
+            return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_OWN), shape, [0])
 
         def body(s_acc, dp_acc: Any = None):
             # Both start before the first matmul: ptxas would make them wait for it.
@@ -241,10 +244,10 @@ class _Compute:
             if plan.gives_a:
                 dp_acc[...] = statistic("delta", slot_b)
             for i in range(plan.own_a.chunks):
-                core.matmul(s_acc, self.own_a.at[i, self.rows], other_a.at[i], transpose_b=True)
+                core.matmul(s_acc, self.own_a.at[i, rows], other_a.at[i], transpose_b=True)
             if plan.gives_a:
                 for i in range(plan.own_b.chunks):
-                    core.matmul(dp_acc, self.own_b.at[i, self.rows], other_b.at[i], transpose_b=True)
+                    core.matmul(dp_acc, self.own_b.at[i, rows], other_b.at[i], transpose_b=True)
             s = core.result(s_acc, plan.own_b.chunks if plan.gives_a else 0)
             tile = TileOfLogits.load(plan, at, self.gmem.arrays, scratch, slot_a)
             if plan.scored:

@@ -192,4 +192,4 @@ def store_dq(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> Non
         return lax.fori_loop(found.first, found.last, step, done)
 
     for_heads(plan, work, head)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

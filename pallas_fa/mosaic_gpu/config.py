@@ -14,7 +14,9 @@ class ForwardConfig:
     where the work of tiles differs; it keeps their keys and values in the L2 cache. `pin_softmax`: write the row sums to
     shared memory in each step, where nobody reads them. ptxas otherwise moves the exponentials behind the wait for the
     P V matmul that they are meant to run under; it cannot move them behind a store. `paired`: a block of threads does two
-    blocks of queries, the loads and the first logits of the second under the end of the first.
+    blocks of queries, the loads of the second under the end of the first. `takes_turns`: the warpgroups issue their
+    matmuls in turn, so that the softmax of one runs under the matmuls of another. `q_in_registers`: queries are a matmul
+    operand in registers, not in shared memory.
     """
 
     compute_wgs: int = 2
@@ -23,6 +25,8 @@ class ForwardConfig:
     head_section: int = 8
     pin_softmax: bool = True
     paired: bool = False
+    takes_turns: bool = False
+    q_in_registers: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -46,21 +50,27 @@ class ForwardConfig:
         return {1: (240, 56), 2: (240, 24), 3: (160, 32)}[self.compute_wgs]
 
 
-def forward_configs(head_dim: int, value_dim: int) -> tuple[ForwardConfig, ...]:
-    """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best."""
-    widest = max(head_dim, value_dim)
-    small = (ForwardConfig(compute_wgs=2, block_kv=64), ForwardConfig(compute_wgs=1, block_kv=64))
+def forward_configs(
+    head_dim: int, value_dim: int, length: int, alike: bool, from_table: bool
+) -> tuple[ForwardConfig, ...]:
+    """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best.
+
+    `length`: T. `alike`: all queries visit the same keys, and there is no score. `from_table`: the mask has arrays, such
+    as segment ids: blocks read from memory which keys they visit, which may be few. The log is in benchmarks/NOTES.md.
+    """
+    Config, widest = ForwardConfig, max(head_dim, value_dim)
+    small = Config(2, 64), Config(1, 64)
     if widest <= 64:
-        return (
-            ForwardConfig(compute_wgs=3, block_kv=128, pin_softmax=False),
-            ForwardConfig(compute_wgs=2, block_kv=128),
-            *small,
-        )
-    if widest <= 128:
-        return ForwardConfig(compute_wgs=2, block_kv=128), *small
-    if value_dim <= 128 and head_dim <= 192:
-        return ForwardConfig(compute_wgs=2, block_kv=128), *small
-    return small
+        return Config(3, pin_softmax=False, takes_turns=True, head_section=16), Config(2, takes_turns=True), *small
+    if widest > 128 and (value_dim > 128 or head_dim > 192):
+        return small
+    section = 1 if from_table else 8
+    best = Config(2, takes_turns=True, head_section=section)
+    if alike and widest <= 128:
+        best = Config(2, q_in_registers=True, head_section=section)
+    starts_often = from_table or length <= (8192 if alike else 2048)
+    first = (dataclasses.replace(best, paired=True),) if starts_often else ()
+    return *first, best, Config(2, pin_softmax=False), *small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +125,7 @@ def backward_configs(gives: tuple[str, ...], head_dim: int, value_dim: int) -> t
     if widest == 64 or len(gives) == 1:
         return Config(2, 128), *((Config(2, 64),) if "dq" not in gives or len(gives) == 1 else ()), *small
     if head_dim == 128 or "dq" not in gives:
-        return Config(), Config(ds_stages=1), *small
+        return Config(), Config(ds_stages=1), Config(2, 64, (2, 1), 1), Config(2, 64, (1, 1), 1), *small
     return small
 
 

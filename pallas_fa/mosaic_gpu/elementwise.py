@@ -32,7 +32,14 @@ def inline(fn: Callable[..., Any], *args: Any) -> Any:
     """fn(*args), by primitives that lower in a kernel."""
     closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+    return jax.tree.unflatten(jax.tree.structure(out_shape), [x for x, _ in results])
+
+
+def inline_times(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """(x, factor) whose product is fn(*args), one array: a last multiplication by a number is left to the caller."""
+    closed = jax.make_jaxpr(fn)(*args)
+    ((x, product),) = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    return product or (x, 1.0)
 
 
 def why_not(fn: Callable[..., Any], *args: Any) -> str | None:
@@ -66,20 +73,41 @@ def _primitives(jaxpr):
 
 
 def _evaluate(jaxpr, consts, args):
+    """Each result with the (value, number) whose product it is, where it is one, else None."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    products = {}
     read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
     for eqn in jaxpr.eqns:
         inputs, inner = [read(x) for x in eqn.invars], _inner(eqn)
         if inner is not None:
-            outputs = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
+            inner_results = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
+            outputs = [x for x, _ in inner_results]
+            products.update((var, p) for var, (_, p) in zip(eqn.outvars, inner_results, strict=True) if p)
         elif eqn.primitive.name == "add_any":
             outputs = [lax.add(*inputs)]
         elif eqn.primitive.name == "one_minus_square":  # of the derivative of tanh
             outputs = [1 - inputs[0] * inputs[0]]
         elif _is_identity(eqn):
             outputs = inputs
+        elif (product := _product(eqn, inputs, products)) is not None:
+            # Factors meet, where the compiler would keep two multiplications because they round twice.
+            outputs = [product[0] * product[1]]
+            products[eqn.outvars[0]] = product
         else:
             outputs = eqn.primitive.bind(*inputs, **eqn.params)
             outputs = outputs if eqn.primitive.multiple_results else [outputs]
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+    return [(read(x), None if isinstance(x, core.Literal) else products.get(x)) for x in jaxpr.outvars]
+
+
+def _product(eqn, inputs, products):
+    """(value, number) of a float32 array multiplied or divided by a number, else None."""
+    if eqn.primitive.name not in ("mul", "div") or eqn.outvars[0].aval.dtype != "float32":
+        return None
+    numbers = [isinstance(x, core.Literal) for x in eqn.invars]
+    if sum(numbers) != 1 or (eqn.primitive.name == "div" and not numbers[1]):
+        return None
+    var, value = eqn.invars[numbers.index(False)], inputs[numbers.index(False)]
+    number = float(inputs[numbers.index(True)])
+    value, factor = products.get(var, (value, 1.0))
+    return value, factor * number if eqn.primitive.name == "mul" else factor / number

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
+from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
+from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
 from pallas_fa.mosaic_gpu.tiles import Tiles, alike
 from pallas_fa.problem import Problem
 
@@ -41,14 +43,35 @@ class ForwardPlan:
         v, out = alike(v, out)  # and the chunks of p v are those of v
         leaves, tree = jax.tree.flatten((score, mask))
         arrays = tuple(map(KernelArray.of, leaves))
-        configs = named_or(problem.config, "forward", forward_configs(q.padded_dim, v.padded_dim))
-        plans = [cls(problem, c, arrays, tree, q, k, v, out, bool(jax.tree.leaves(mask)), interpret) for c in configs]
+        visit_table = bool(jax.tree.leaves(mask))
+        table = forward_configs(q.padded_dim, v.padded_dim, T, _is_alike(problem, score, mask), visit_table)
+        configs = named_or(problem.config, "forward", table)
+        plans = [cls(problem, c, arrays, tree, q, k, v, out, visit_table, interpret) for c in configs]
         return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
 
     @property
     def paired(self) -> bool:
         """Whether a block of threads does two blocks of queries, the start of the second under the end of the first."""
         return self.config.paired and self.problem.dims.T > self.config.block_q
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a warpgroup issues its matmuls only once the one before has: one's softmax runs under the other's."""
+        return self.config.takes_turns and self.config.compute_wgs > 1
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether a warpgroup passes over steps in which only other queries of the block see keys.
+
+        Only where a warpgroup sees fewer tiles than the block: blocks longer than tiles, or past the end.
+        """
+        c = self.config
+        shorter = self.problem.mask is not None and c.block_q > c.block_kv
+        return (
+            not self.visit_table
+            and c.compute_wgs > 1
+            and (shorter or 0 < self.problem.dims.T % c.block_q <= c.block_q - 64)
+        )
 
     @property
     def separate_out(self) -> bool:
@@ -59,6 +82,16 @@ class ForwardPlan:
     def arrays_always(self) -> bool:
         """Whether every tile needs its rows and tiles of arrays: scores apply everywhere, masks where they cut."""
         return any(a.kind in ("row", "tile") for a in self.arrays[: len(jax.tree.leaves(self.problem.score))])
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the softmax subtracts the maximum.
+
+        A score with a bound, such as a soft cap, needs no maximum: exp(60) = 1e26, and sums of 10^7 of them, are float32
+        and bfloat16 numbers as good as any.
+        """
+        bound = None if self.problem.score is None else self.problem.score.bound
+        return bound is None or bound > 60 or self.problem.dtype != jnp.bfloat16
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -105,6 +138,8 @@ class ForwardPlan:
             scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
         if self.paired:
             scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
+        if self.takes_turns and self.interpret:
+            scratch["turns_mbarrier"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)
         if self.zeroes_padding:
             scratch["v_loaded"] = plgpu.Barrier(num_arrivals=self.v.chunks)
         for i in self.columns + self.streamed:
@@ -114,3 +149,17 @@ class ForwardPlan:
             scratch["arrays_ready"] = ring(num_arrivals=tiles)
             scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         return scratch
+
+    def turns(self, scratch: dict[str, Any]) -> NamedBarrier:
+        """On barrier i, warpgroup i waits until the one before it has issued its matmuls."""
+        return NamedBarrier(FIRST_FREE, 128, 128, scratch.get("turns_mbarrier"))
+
+
+def _is_alike(problem, score, mask):
+    """Whether all queries visit the same keys, as under no mask or a padding mask, and there is no score."""
+    if score is not None or mask is None:
+        return score is None
+    if not jax.tree.leaves(mask):
+        return False
+    ask = functools.partial(schedule.visit_table, block=64, size=problem.dims.T, other_size=problem.dims.S, tile=64)
+    return jax.eval_shape(ask, mask).shape[2] == 1

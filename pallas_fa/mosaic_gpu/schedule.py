@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa import masks, ranges
+from pallas_fa import ranges
 
 
 class Visits(NamedTuple):
@@ -49,7 +49,7 @@ def is_equal(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a == b
 
 
-def visit_table(mask: masks.Mask, block: int, size: int, other_size: int, tile: int) -> Any:
+def visit_table(mask: Any, block: int, size: int, other_size: int, tile: int) -> Any:
     """`visits` of every block of queries of a mask with arrays: int32 [B|1, N|1, blocks, 4]."""
     starts = np.arange(0, size, block)
     ends = np.minimum(starts + block, size)

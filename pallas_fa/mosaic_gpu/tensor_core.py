@@ -15,14 +15,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-def logits(q_smem: Any, k_smem: Any) -> Any:
-    """q k^T, float32, finished; both operands in shared memory."""
+def in_registers(q_smem: Any, interpret: bool) -> Any:
+    """The queries as a left operand in registers, which the interpreter does not take."""
+    if interpret:
+        return q_smem
+    return [plgpu.load(q_smem.at[i], layout=plgpu.Layout.WGMMA) for i in range(q_smem.shape[0])]
+
+
+def logits(q: Any, k_smem: Any, issued: Callable[[], None]) -> Any:
+    """q k^T, float32, finished; q in shared memory or `in_registers`. Calls `issued()` once the matmul is under way."""
 
     def matmul(x_ref):
-        _issue_logits(x_ref, q_smem, k_smem)
+        _issue_logits(x_ref, q, k_smem)
+        issued()
         return plgpu.wgmma_accumulator_load(x_ref, wait_n=0)
 
-    return pl.run_scoped(matmul, plgpu.ACC((q_smem.shape[1], k_smem.shape[1]), jnp.float32))
+    return pl.run_scoped(matmul, plgpu.ACC((64, k_smem.shape[1]), jnp.float32))
 
 
 def accumulate(acc: tuple[Any, ...], p: Any, v_smem: Any, interpret: bool) -> tuple[Any, ...]:
@@ -35,23 +43,26 @@ def accumulate(acc: tuple[Any, ...], p: Any, v_smem: Any, interpret: bool) -> tu
 
 
 def logits_over_accumulate(
-    q_smem: Any,
+    q: Any,
     k_smem: Any,
     acc: tuple[Any, ...],
     p: Any,
     v_smem: Any,
     v_wait: Callable[[], None],
+    issued: Callable[[], None],
     under: Callable[[Any], tuple[Any, ...]],
     like: tuple[Any, ...],
     interpret: bool,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Issues x = q k^T, then acc + p v, and runs `under(x)` while the latter is still under way.
 
-    Returns (acc + p v, under(x)). `v_wait` waits until v is there; `like`: values of the types that `under` returns.
+    Returns (acc + p v, under(x)). `v_wait` waits until v is there; `issued` is called once both matmuls are under way;
+    `like`: values of the types that `under` returns.
     """
     if interpret:
-        x = logits(q_smem, k_smem)
+        x = logits(q, k_smem, lambda: None)
         v_wait()
+        issued()
         acc = accumulate(acc, p, v_smem, interpret)
         return acc, under(x)
 
@@ -59,22 +70,23 @@ def logits_over_accumulate(
         acc_refs, result_refs = refs
 
         def body(x_ref):
-            _issue_logits(x_ref, q_smem, k_smem)
+            _issue_logits(x_ref, q, k_smem)
             v_wait()
             _issue_accumulate(acc_refs, p, v_smem)
+            issued()
             results = under(plgpu.wgmma_accumulator_load(x_ref, wait_n=len(acc_refs)))
             for ref, result in zip(result_refs, results, strict=True):
                 ref[...] = result
 
-        pl.run_scoped(body, plgpu.ACC((q_smem.shape[1], k_smem.shape[1]), jnp.float32))
+        pl.run_scoped(body, plgpu.ACC((64, k_smem.shape[1]), jnp.float32))
 
     acc, results = pl.run_state(both)((tuple(map(plgpu.ACC.init, acc)), like))  # waits for p v on the way out
     return tuple(acc), tuple(results)
 
 
-def _issue_logits(x_ref, q_smem, k_smem):
-    for i in range(q_smem.shape[0]):
-        plgpu.wgmma(x_ref, q_smem.at[i], k_smem.at[i].transpose((1, 0)))
+def _issue_logits(x_ref, q, k_smem):
+    for i in range(k_smem.shape[0]):
+        plgpu.wgmma(x_ref, q[i] if isinstance(q, list) else q.at[i], k_smem.at[i].transpose((1, 0)))
 
 
 def _issue_accumulate(acc_refs, p, v_smem):

@@ -1,0 +1,132 @@
+"""The forward kernel's work: which block of threads does which queries, in which steps over tiles of keys."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa.mosaic_gpu import schedule
+from pallas_fa.mosaic_gpu.forward_plan import ForwardPlan
+
+
+class Block(NamedTuple):
+    """A block of queries of one head: batch entry, query head, its number and its first query.
+
+    `done`, `arrays_done`: steps, and steps that used streamed arrays, of the block that the same threads did before.
+    """
+
+    b: Any
+    n: Any
+    number: Any
+    t0: Any
+    done: Any
+    arrays_done: Any
+
+
+class Steps(NamedTuple):
+    """Steps over tiles of keys, from right to left: step i visits tile `last - i`, for first <= i < end.
+
+    The mask cuts steps before `cut_end` and from `full_end` on, and none between. What is known while tracing: 0 for
+    `cut_end` says that it cuts none at the start, None for `full_end` that it cuts none at the end.
+    """
+
+    last: Any
+    first: Any
+    cut_end: Any
+    full_end: Any
+    end: Any
+
+
+def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Calls role(block) -> (its steps, those that used arrays) for each block of these threads; returns the sums.
+
+    A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
+    """
+    rest, head_in_section = _divmod(lax.axis_index("block"), section)
+    sections, share = _divmod(rest, shares(plan))
+    b, n = _divmod(sections * section + head_in_section, plan.problem.dims.N)
+    from_end = _blocks(plan) - 1 - share
+
+    def one(number, done, arrays_done):
+        return role(Block(b, n, number, number * plan.config.block_q, done, arrays_done))
+
+    if not plan.paired:
+        # Under most masks later queries see more keys: longest first.
+        return one(share if plan.problem.mask is None else from_end, 0, 0)
+
+    def either(i, sums):
+        counts = one(jnp.where(i == 0, from_end, share), *sums)
+        return tuple(a + b for a, b in zip(sums, counts, strict=True))
+
+    count = jnp.where(share == from_end, 1, 2)
+    return lax.fori_loop(0, count, either, (jnp.int32(0), jnp.int32(0)))
+
+
+def shares(plan: ForwardPlan) -> int:
+    """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
+    return -(-_blocks(plan) // 2) if plan.paired else _blocks(plan)
+
+
+def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:
+    """All steps of a block."""
+    if not plan.visit_table:
+        return _steps(_visits(plan, block.t0, plan.config.block_q))
+    at = zip((block.b, block.n, block.number), visit_table.shape, strict=False)
+    at = tuple(i if extent > 1 else 0 for i, extent in at)
+    return _steps(schedule.Visits(*(visit_table[(*at, i)] for i in range(4))))
+
+
+def steps_of_warpgroup(plan: ForwardPlan, block: Block, steps: Steps, wg: Any) -> Steps:
+    """Those `steps` of a block that warpgroup `wg` computes for its 64 queries; none where they are past the end."""
+    if not plan.skips_steps:
+        return steps
+    t0 = block.t0 + wg * 64
+    own = _steps(_visits(plan, t0, 64))
+    shift = steps.last - own.last  # its own step i is step shift + i of the block
+    first = jnp.clip(shift, 0, steps.end - 1)
+    end = jnp.clip(shift + own.end, first + 1, steps.end)
+    cut_end = 0 if schedule.is_equal(own.cut_end, 0) else jnp.maximum(shift + own.cut_end, first + 1)
+    full_end = None if own.full_end is None else shift + own.full_end
+    is_there = t0 < plan.problem.dims.T
+    return Steps(
+        steps.last, jnp.where(is_there, first, steps.end), cut_end, full_end, jnp.where(is_there, end, steps.end)
+    )
+
+
+def array_steps(plan: ForwardPlan, steps: Steps, i: Any) -> Any:
+    """How many of a block's steps before step i used the streamed arrays."""
+    if plan.arrays_always or not plan.streamed:
+        return i
+    full_end = steps.end if steps.full_end is None else steps.full_end
+    return i - jnp.clip(i - steps.cut_end, 0, full_end - steps.cut_end)
+
+
+def _blocks(plan):
+    """Blocks of queries of one head."""
+    return -(-plan.problem.dims.T // plan.config.block_q)
+
+
+def _visits(plan, t0, count):
+    """Tiles of keys that `count` queries from t0 on visit, under a mask without arrays."""
+    dims, mask = plan.problem.dims, plan.problem.mask
+    if mask is None:
+        everything = (0, dims.S)
+        return schedule.visits(everything, everything, dims.S, plan.config.block_kv)
+    queries = t0, jnp.minimum(t0 + count, dims.T)
+    return schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, plan.config.block_kv)
+
+
+def _steps(found) -> Steps:
+    # Where anything may be cut at the start, the first step is: it is compiled once, with the mask.
+    cut_end = 0
+    if not schedule.is_equal(found.full_last, found.last):
+        cut_end = jnp.maximum(found.last - found.full_last, 1)
+    full_end = None
+    if not schedule.is_equal(found.full_first, found.first):
+        full_end = jnp.maximum(found.last - found.full_first, cut_end)
+    return Steps(found.last - 1, 0, cut_end, full_end, found.last - found.first)
+
+
+def _divmod(x, divisor):
+    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
