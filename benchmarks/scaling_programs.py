@@ -215,13 +215,11 @@ class Training(Measured):
     dtype: str
     state: Any = None
 
-    def __post_init__(self):
+    def _compile(self):
         batch = self.batch * self.devices
         self._layout = ONE_DEVICE if self.devices == 1 else make_layout(f"data={self.devices}", batch, self.context)
         self._task = _task(self.size, self.dtype, batch, self.context, self._layout)
         self._optimizer = make_optimizer("adamw", 1e-4)
-
-    def _compile(self):
         state = jax.eval_shape(lambda: init_state(self._task.init(), self._optimizer))
         shardings = self._layout.shardings(state)
         if shardings is not None:

@@ -137,3 +137,9 @@ def test_rows_that_are_missing_are_named(path, tmp_path):
     few.write_text("".join(json.dumps(row) + "\n" for row in rows.read([path]) if row["kind"] != "link"))
     with pytest.raises(SystemExit, match="no times of kind link"):
         comms_model.main([str(few)])
+
+
+def test_noise_does_not_make_a_backward_that_takes_no_time():
+    times = {("forward", 8): 2.0, ("fwdbwd", 8): 1.5, ("forward", 16): 3.0, ("fwdbwd", 16): 10.0}
+    found = [{"direction": d, "shape": {"S": S}, "p50_ms": t} for (d, S), t in times.items()]
+    np.testing.assert_allclose(comms_model._directions(found)["backward"].seconds, [2e-3, 7e-3])
