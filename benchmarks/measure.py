@@ -11,12 +11,14 @@ call, since independent calls may overlap there. On a GPU, inputs that would sta
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks import progress
 from benchmarks.implementations import Implementation
 from benchmarks.workloads import Workload
 
@@ -24,15 +26,11 @@ _CACHE_BYTES = 128 * 2**20  # more than any device's last-level cache: inputs in
 _MAX_INPUT_SETS = 4
 
 
-@dataclasses.dataclass
-class Program:
-    """One implementation compiled for one workload and direction; `error` says why not."""
+@dataclasses.dataclass(kw_only=True)
+class Compiled:
+    """What is known of a program once it is compiled; `error` says why it is not. Sizes are those of one device."""
 
-    implementation: Implementation
-    workload: Workload
-    direction: str
     run: Callable[..., Any] | None = None
-    residuals: Callable[..., Any] | None = None  # backward only: arrays, masks -> (out, leaves of the pullback)
     trace_s: float | None = None
     compile_s: float | None = None
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -44,6 +42,44 @@ class Program:
             self._compile()
         except Exception as error:  # whatever a library raises is this row's result
             self.error = error_text(error)
+
+    def _compile(self) -> None:
+        raise NotImplementedError
+
+    def _finish(self, function, *shapes):
+        start = time.perf_counter()
+        lowered = function.lower(*shapes)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+        self.trace_s, self.compile_s = middle - start, time.perf_counter() - middle
+        analysis = compiled.memory_analysis()
+        for name in ("temp", "argument", "output"):
+            self.memory[name] = int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)
+        self.run = compiled
+
+
+def compile_all(programs: Sequence[Compiled], threads: int, deadline: float) -> None:
+    """Compiles everything before anything is timed; what does not start by `deadline` says so."""
+
+    def one(program):
+        if time.monotonic() > deadline:
+            program.error = "not compiled: the budget was spent"
+        else:
+            program.compile()
+
+    with ThreadPoolExecutor(threads) as pool, progress.bar(len(programs), "compile") as bar:
+        for _ in pool.map(one, programs):
+            bar.update()
+
+
+@dataclasses.dataclass
+class Program(Compiled):
+    """One implementation compiled for one workload and direction."""
+
+    implementation: Implementation
+    workload: Workload
+    direction: str
+    residuals: Callable[..., Any] | None = None  # backward only: arrays, masks -> (out, leaves of the pullback)
 
     def _compile(self):
         w, implementation = self.workload, self.implementation
@@ -75,18 +111,7 @@ class Program:
         else:
             self._finish(jax.jit(attend), arrays, masks)
 
-    def _finish(self, function, *shapes):
-        start = time.perf_counter()
-        lowered = function.lower(*shapes)
-        middle = time.perf_counter()
-        compiled = lowered.compile()
-        self.trace_s, self.compile_s = middle - start, time.perf_counter() - middle
-        analysis = compiled.memory_analysis()
-        for name in ("temp", "argument", "output"):
-            self.memory[name] = int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)
-        self.run = compiled
-
-    def bind(self, inputs: list[tuple[dict[str, Any], Any]]) -> "Bound":
+    def bind(self, inputs: list[tuple[dict[str, Any], Any]]) -> "Bound[Program]":
         """The program on input sets (arrays, d_out), as functions without arguments."""
         assert self.run is not None
         masks = self.implementation.masks(self.workload)
@@ -108,10 +133,10 @@ class Program:
 
 
 @dataclasses.dataclass
-class Bound:
+class Bound[P: Compiled]:
     """A program with its arguments on the device, and its samples: seconds a call, wall-clock and of the process."""
 
-    program: Program
+    program: P
     arguments: list[Any]
     calls: int = 1
     dispatch_s: float | None = (
@@ -127,12 +152,12 @@ class Bound:
         outputs = jax.block_until_ready(self.program.run(*self.arguments[0]))
         return outputs, time.perf_counter() - start
 
-    def warm_up(self, target_s: float) -> None:
-        """Chooses the number of calls in a sample; on a GPU also times the dispatch of a call."""
+    def warm_up(self, target_s: float, dispatches: int = 20) -> None:
+        """Chooses the number of calls in a sample; on a GPU also times the dispatch of a call, the best of `dispatches`."""
         self.calls = 1
         self.sample()
-        if jax.devices()[0].platform != "cpu":
-            self.dispatch_s = min(self._dispatch() for _ in range(20))
+        if dispatches and jax.devices()[0].platform != "cpu":
+            self.dispatch_s = min(self._dispatch() for _ in range(dispatches))
         self.calls = int(np.clip(np.ceil(target_s / max(self.wall[-1], 1e-7)), 1, 1000))
         self.wall.clear()
         self.cpu.clear()
@@ -172,8 +197,8 @@ def input_sets(workload: Workload) -> list[tuple[dict[str, Any], Any]]:
 
 
 def take_turns(
-    others: list[Bound],
-    baseline: Bound | None,
+    others: list[Bound[Program]],
+    baseline: Bound[Program] | None,
     rounds: int,
     deadlines: tuple[float, float],
     after: Callable[[], object],

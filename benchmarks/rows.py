@@ -47,7 +47,7 @@ def compiled(program: Program) -> Row:
     }
 
 
-def timed(bound: Bound, ratios: list[float], baseline: str | None) -> Row:
+def timed(bound: Bound[Program], ratios: list[float], baseline: str | None) -> Row:
     """What the samples say: times in milliseconds, TFLOP/s of the median, the median of the paired ratios."""
     milliseconds = np.array(bound.wall) * 1e3
     p50, p90 = np.percentile(milliseconds, [50, 90])

@@ -7,14 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
-from benchmarks import machine, measure, rows
+from benchmarks import machine, measure, progress, rows
 from benchmarks.implementations import Implementation, installed, parse
 from benchmarks.truth import Truth, truth
 from benchmarks.workloads import FLOPS_FACTOR, Suite, Workload, suites
@@ -43,19 +41,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def compile_all(programs: list[measure.Program], threads: int, deadline: float) -> None:
-    """Compiles everything before anything is timed; what does not start by `deadline` says so."""
-
-    def one(program):
-        if time.monotonic() > deadline:
-            program.error = "not compiled: the budget was spent"
-        else:
-            program.compile()
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(tqdm(pool.map(one, programs), total=len(programs), desc="compile", disable=None))
-
-
 class Runner:
     """Times compiled programs, one workload after the other, and hands on each row as it is made."""
 
@@ -64,7 +49,9 @@ class Runner:
     ):
         self.args, self.baseline, self.common, self.end, self.emit = args, baseline, common, end, emit
 
-    def group(self, programs: list[measure.Program], inputs: Any, true: Truth | None, share: float, bar: tqdm) -> None:
+    def group(
+        self, programs: list[measure.Program], inputs: Any, true: Truth | None, share: float, bar: progress.Bar
+    ) -> None:
         """One workload in one direction: all programs run once and checked, then timed in turns for `share` seconds."""
         found: dict[int, rows.Row] = {id(p): self.common | rows.compiled(p) for p in programs}
         bounds = []
@@ -82,7 +69,7 @@ class Runner:
         for row in found.values():
             self.emit(row)
 
-    def _start(self, program, inputs, true, row) -> measure.Bound | None:
+    def _start(self, program, inputs, true, row) -> measure.Bound[measure.Program] | None:
         """First run, check and warm-up; None, with the reason in the row, where it cannot be timed."""
         temp = program.memory.get("temp", 0)
         if program.error:
@@ -149,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     run = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     common = rows.common(args.suite, run, args.commit) | {"compile_threads": args.compile_threads}
     programs = [program for group in groups for program in group]
-    compile_all(programs, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
+    measure.compile_all(programs, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
 
     made: list[rows.Row] = []
-    with out.open("w") as file, tqdm(total=len(groups) * args.rounds, desc="time", disable=None) as bar:
+    with out.open("w") as file, progress.bar(len(groups) * args.rounds, "time") as bar:
 
         def emit(row):
             made.append(row)
@@ -172,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     return made
 
 
-def _time_all(runner: Runner, groups: list[list[measure.Program]], bar: tqdm) -> None:
+def _time_all(runner: Runner, groups: list[list[measure.Program]], bar: progress.Bar) -> None:
     workload, inputs, true = None, [], None
     affordable = 2**27 if jax.devices()[0].platform == "cpu" else 2**29
     for i, group in enumerate(groups):

@@ -115,13 +115,14 @@ class Workload:
 
 
 def _normal(seed, shapes, out_shape):
-    def draw(key, like):
-        return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
-
     keys = jax.random.split(jax.random.key(seed), len(shapes) + 1)
-    one = jax.jit(draw, static_argnums=1)
-    arrays = {name: one(k, like) for (name, like), k in zip(shapes.items(), keys[1:], strict=True)}
-    return arrays, one(keys[0], out_shape)
+    arrays = {name: _draw(k, like) for (name, like), k in zip(shapes.items(), keys[1:], strict=True)}
+    return arrays, _draw(keys[0], out_shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(key, like):
+    return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -7,13 +7,14 @@ K key/value heads, H head dim; D is the model's width and V its vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import pallas_fa
+from models.attention import CausalAttention, causal_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class GPTConfig:
     rope_base: float = 10_000.0
     dtype: Any = jnp.float32
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
+    attention: CausalAttention = causal_attention  # without a cache; says on which devices
 
     def __post_init__(self):
         if self.width % self.heads or self.head_dim % 2:
@@ -109,17 +111,16 @@ class Attention(nnx.Module):
         query = rope(self.query(x).reshape(b, t, c.heads, c.head_dim), positions, c.rope_base)
         key = rope(self.key(x).reshape(b, t, c.kv_heads, c.head_dim), positions, c.rope_base)
         value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
-        mask = None
-        if past is not None:
+        if past is None:
+            out = c.attention(query, key, value, c.implementation)  # [B,T,N,H]
+        else:
             key = jax.lax.dynamic_update_slice(past[0], key, (0, positions[0], 0, 0))
             value = jax.lax.dynamic_update_slice(past[1], value, (0, positions[0], 0, 0))
             past = (key, value)
             # Query t stands at positions[t]: it sees what was read before it, and none of the empty places.
             mask = pallas_fa.masks.Causal(offset=jnp.broadcast_to(positions[0], (b,)))
-        out = pallas_fa.dot_product_attention(
-            query, key, value, mask=mask, is_causal=past is None, implementation=c.implementation
-        )  # [B,T,N,H]
-        return self.out(cast(jax.Array, out).reshape(b, t, c.width)), past
+            out = pallas_fa.dot_product_attention(query, key, value, mask=mask, implementation=c.implementation)
+        return self.out(out.reshape(b, t, c.width)), past
 
 
 class SwiGLU(nnx.Module):
@@ -155,14 +156,18 @@ class GPT(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
+    def __call__(
+        self, tokens: jax.Array, cache: KVCache | None = None, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache | None]:
         """tokens int [B,T] -> (logits float32 [B,T,V], the cache with these tokens added).
 
-        Without a cache the tokens stand at 0..T-1; with one, at length..length+T-1, and length + T must not exceed
-        its capacity S (that is the caller's to count: length is known only when the program runs).
+        Without a cache the tokens stand at 0..T-1, or at `positions`, int [T], where they lie in the order that
+        `config.attention` expects. With one they stand at length..length+T-1, and length + T must not exceed its
+        capacity S (that is the caller's to count: length is known only when the program runs).
         """
-        start = 0 if cache is None else cache.length
-        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self.embedding(tokens)  # [B,T,D]
         keys, values = [], []
         for layer, block in enumerate(self.blocks):

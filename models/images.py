@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import pallas_fa
 from models.data import Digits
 from models.mesh import ONE_DEVICE, Layout
 from models.step import Batch, Params
@@ -42,8 +43,11 @@ class ImageTask:
         images = jnp.zeros((1, *self.digits.train_images.shape[1:]))
         return jax.jit(self.model.init)(jax.random.key(self.seed), images)["params"]
 
+    def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
+        return cast(jax.Array, pallas_fa.dot_product_attention(query, key, value, implementation=implementation))
+
     def batch(self, step: int) -> Batch:
-        return self.layout.batch(self.digits.batch(self.seed, step, self.batch_size))
+        return self.layout.place(self.digits.batch(self.seed, step, self.batch_size), "data")
 
     def logits(self, params: Params, images: jax.Array) -> jax.Array:
         """images [B,8,8,1] -> float32 [B,10]."""

@@ -2,8 +2,10 @@
 
 `data` cuts the batch. `model` cuts the matrices (Shoeybi et al., arXiv 1909.08053): each device has some of the heads
 and of the MLP's hidden units, and what the devices add to the residual stream is summed, once after the attention and
-once after the MLP. The rest lies on every device; an embedding of 256 bytes is not worth cutting. Optimizer state lies
-as its parameters do. Only places are said here: XLA finds the communication (jax.sharding.AxisType.Auto).
+once after the MLP. `context` cuts the sequence, in zigzag order (pallas_fa/placement.py): all but the attention treats
+each token by itself. The rest lies on every device; an embedding of 256 bytes is not worth cutting. Optimizer state lies
+as its parameters do. Only places are said here: XLA finds the communication (jax.sharding.AxisType.Auto), except that of
+the attention (attention.py).
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from models.attention import CausalAttention, MeshAttention, causal_attention
 from models.errors import UsageError
+from pallas_fa.context_parallel import to_zigzag
 
 AXES = ("data", "context", "model")  # neighbours along the last talk most
 
@@ -31,9 +36,29 @@ class Layout:
 
     mesh: Mesh | None = None
 
-    def batch(self, arrays: Any) -> Any:
-        """A tree of arrays [B, ...], cut over `data`."""
-        return arrays if self.mesh is None else jax.device_put(arrays, NamedSharding(self.mesh, P("data")))
+    @property
+    def attention(self) -> CausalAttention:
+        return causal_attention if self.mesh is None else MeshAttention(self.mesh)
+
+    def size(self, axis: str) -> int:
+        """The number of devices along an axis."""
+        return 1 if self.mesh is None else self.mesh.shape[axis]
+
+    def positions(self, length: int) -> np.ndarray:
+        """int32 [T]: which position of a sequence lies at each place."""
+        positions, devices = np.arange(length, dtype=np.int32), self.size("context")
+        return positions if devices == 1 else np.asarray(to_zigzag(positions, 0, devices))
+
+    def attention_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What one call of the attention gets of [B,T,heads,H]; in a ring, a pair of blocks, two to a device."""
+        b, t, heads, h = shape
+        context = self.size("context")
+        blocks = 1 if context == 1 else 2 * context
+        return b // self.size("data"), t // blocks, heads // self.size("model"), h
+
+    def place(self, arrays: Any, *axes: str) -> Any:
+        """A tree of arrays, their first dims cut over these axes of the mesh."""
+        return arrays if self.mesh is None else jax.device_put(arrays, NamedSharding(self.mesh, P(*axes)))
 
     def state(self, tree: Any) -> Any:
         """Parameters, or a TrainState, cut over `model`."""
@@ -84,18 +109,14 @@ def parse_mesh(text: str) -> dict[str, int]:
                 "it: write for example --mesh data=2,model=2."
             )
         sizes[axis] = int(size)
-    if sizes.get("context", 1) > 1:  # the one place that keeps sequence parallelism out
-        raise UsageError(
-            f"--mesh={text!r}: context={sizes['context']} would cut the sequence, which training can't do yet: leave "
-            "context out, and give its devices to data or model."
-        )
     return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
-def make_layout(text: str | None, batch: int, **shared: int) -> Layout:
+def make_layout(text: str | None, batch: int, sequence: int | None = None, **shared: int) -> Layout:
     """The layout that `--mesh` asks for, on the first devices if it needs fewer than there are.
 
-    `shared`: what the model has of each thing that `model` cuts. Raises UsageError unless all cuts are equal.
+    `sequence`: its length; None where there is none to cut. `shared`: what the model has of each thing that `model`
+    cuts. Raises UsageError unless all cuts are equal.
     """
     if text is None:
         return ONE_DEVICE
@@ -105,6 +126,7 @@ def make_layout(text: str | None, batch: int, **shared: int) -> Layout:
             f"--mesh={text!r} with --batch={batch}: data={sizes['data']} devices get equal parts of the batch; make "
             f"--batch a multiple of {sizes['data']}, or data a divisor of {batch}."
         )
+    _check_context(text, sizes["context"], sequence)
     for name, count in shared.items():
         if count % sizes["model"]:
             raise UsageError(
@@ -122,3 +144,19 @@ def make_layout(text: str | None, batch: int, **shared: int) -> Layout:
         )
     types = (AxisType.Auto,) * len(sizes)
     return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices[:needed]))
+
+
+def _check_context(text: str, devices: int, sequence: int | None) -> None:
+    if devices == 1:
+        return
+    if sequence is None:
+        raise UsageError(
+            f"--mesh={text!r}: context={devices} cuts the sequence, and the images of --task images are not one: leave "
+            "context out, and give its devices to data."
+        )
+    if sequence % (2 * devices):
+        raise UsageError(
+            f"--mesh={text!r} with --context={sequence}: context={devices} devices get two equal pieces of the sequence "
+            f"each, one from its start and one from its end; make --context a multiple of {2 * devices}, or choose other "
+            "devices along context."
+        )

@@ -235,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--mesh",
         metavar="AXES",
-        help="devices along each axis, as data=4,model=2 (default: one device); data cuts the "
-        "batch, model the heads and hidden units",
+        help="devices along each axis, as data=4,model=2,context=2 (default: one device); data cuts the batch, model "
+        "the heads and hidden units, context the sequence",
     )
     add("--out", metavar="FOLDER", help="where the run is written (default runs/TASK-SIZE)")
     add("--resume", action="store_true", help="continue the run in --out from its last checkpoint")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,14 @@ from models.step import Batch, Params
 
 def model_config(size: str, dtype: str, implementation: str | None, context: int) -> GPTConfig:
     return dataclasses.replace(SIZES[size], context=context, dtype=jnp.dtype(dtype), implementation=implementation)
+
+
+class Sequences(NamedTuple):
+    """A batch: bytes and those that follow them, in the order in which the layout places a sequence."""
+
+    tokens: jax.Array  # uint8 [B,T]
+    targets: jax.Array  # uint8 [B,T]
+    positions: jax.Array  # int32 [T], where in the sequence they stand
 
 
 class TextTask:
@@ -39,6 +48,7 @@ class TextTask:
         validation_bytes: int,
         layout: Layout = ONE_DEVICE,
     ):
+        config = dataclasses.replace(config, attention=layout.attention)
         self.config, self.corpus, self.seed, self.layout = config, corpus, seed, layout
         self.batch_size = batch
         self.items_per_step = batch * config.context
@@ -60,19 +70,29 @@ class TextTask:
 
         return init(jax.random.key(self.seed))
 
-    def batch(self, step: int) -> Batch:
-        return self.layout.batch(self.corpus.batch(self.seed, step, self.batch_size, self.config.context))
+    def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
+        return self.config.attention(query, key, value, implementation)
 
-    def loss(self, params: Params, batch: jax.Array) -> jax.Array:
-        """Mean cross-entropy in nats, float32 []. batch: uint8 [B,T+1]."""
+    def batch(self, step: int) -> Batch:
+        return self._placed(self.corpus.batch(self.seed, step, self.batch_size, self.config.context))
+
+    def _placed(self, windows: np.ndarray) -> Sequences:
+        """windows: uint8 [B,T+1]."""
+        positions = self.layout.positions(self.config.context)
+        pair = windows[:, positions], windows[:, positions + 1]
+        tokens, targets = self.layout.place(pair, "data", "context")
+        return Sequences(tokens, targets, self.layout.place(positions, "context"))
+
+    def loss(self, params: Params, batch: Sequences) -> jax.Array:
+        """Mean cross-entropy in nats, float32 []."""
         return self._losses(params, batch).mean()
 
-    def _losses(self, params: Params, batch: jax.Array) -> jax.Array:
-        tokens = batch.astype(jnp.int32)
-        logits, _ = nnx.merge(self.graph, params)(tokens[:, :-1])  # [B,T,V]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])  # [B,T]
+    def _losses(self, params: Params, batch: Sequences) -> jax.Array:
+        model = nnx.merge(self.graph, params)
+        logits, _ = model(batch.tokens.astype(jnp.int32), positions=batch.positions)  # [B,T,V]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))  # [B,T]
 
-    def _sum_of_losses_of_first(self, params: Params, batch: jax.Array, count: jax.Array) -> jax.Array:
+    def _sum_of_losses_of_first(self, params: Params, batch: Sequences, count: jax.Array) -> jax.Array:
         losses = self._losses(params, batch).sum(axis=1)  # [B]
         return jnp.where(jnp.arange(len(losses)) < count, losses, 0.0).sum()
 
@@ -83,7 +103,7 @@ class TextTask:
             part = windows[start : start + self.batch_size]
             padded = np.zeros((self.batch_size, windows.shape[1]), np.uint8)  # one shape, so one compilation
             padded[: len(part)] = part
-            total += float(self._sum_of_losses(params, self.layout.batch(padded), len(part)))
+            total += float(self._sum_of_losses(params, self._placed(padded), len(part)))
         return {"validation_loss": total / (len(windows) * self.config.context) / self.per_unit}
 
     def order_two(self) -> float:

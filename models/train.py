@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,8 @@ def make_task(settings: Settings) -> tuple[Task, str]:
     model = (settings.size, settings.dtype, settings.implementation)
     config = text_config(*model, context=settings.context) if settings.task == "text" else image_config(*model)
     kv_heads = config.kv_heads if isinstance(config, GPTConfig) else config.heads
-    layout = make_layout(settings.mesh, settings.batch, heads=config.heads, kv_heads=kv_heads, hidden=config.hidden)
+    shared = {"heads": config.heads, "kv_heads": kv_heads, "hidden": config.hidden}
+    layout = make_layout(settings.mesh, settings.batch, settings.context or None, **shared)
     if isinstance(config, GPTConfig):
         corpus = load_corpus(settings.data, settings.context)
         task = TextTask(config, corpus, settings.batch, settings.seed, settings.validation_bytes, layout)
@@ -111,16 +111,16 @@ def make_task(settings: Settings) -> tuple[Task, str]:
 def explain_attention(settings: Settings, task: Task) -> str:
     """Which implementation the attention takes. Lowers one call: what can't be done is said before the long work."""
     t, n, k, h = task.attention_shape
-    query, key = (jax.ShapeDtypeStruct((1, t, heads, h), settings.dtype) for heads in (n, k))
-    options = {"is_causal": isinstance(task, TextTask), "implementation": settings.implementation}
+    query, key = (jax.ShapeDtypeStruct((settings.batch, t, heads, h), settings.dtype) for heads in (n, k))
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        out = cast(jax.Array, pallas_fa.dot_product_attention(query, key, value, **options))
-        return out.sum(dtype=jnp.float32)
+        return task.attention(query, key, value, settings.implementation).sum(dtype=jnp.float32)
 
     try:
         jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key)
-        return pallas_fa.explain(query, key, key, **options)
+        query, key = (jax.ShapeDtypeStruct(task.layout.attention_part(x.shape), x.dtype) for x in (query, key))
+        causal = isinstance(task, TextTask)
+        return pallas_fa.explain(query, key, key, is_causal=causal, implementation=settings.implementation)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(f"--implementation={settings.implementation!r}: {error}") from error
 

@@ -1,7 +1,6 @@
 """Ring and all-to-all attention on 2, 4 and 8 devices: the results of one device, and nothing gathered."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -123,13 +122,13 @@ def everything(arrays, attend):
 def truth(name):
     arrays, static = CASES[name]
     fn, *args = everything(arrays, functools.partial(attend, **static))
-    return fn(*args)
+    return compile(fn, *args)(*args)
 
 
 def check(name, attention, size, placement):
     arrays, static = CASES[name]
     fn, *args = everything(arrays, functools.partial(sharded(attention, size, placement), **static))
-    finite = lambda tree: jax.tree.map(lambda x: jnp.where(x == -jnp.inf, 10, x), tree)
+    finite = lambda tree: jax.tree.map(lambda x: np.where(np.isneginf(x), 10, x), tree)
     close(finite(compile(fn, *args)(*args)), finite(truth(name)))
 
 
@@ -139,7 +138,7 @@ def test_ring_attention_is_attention(name, placement):
     check(name, ring_attention, 4, placement)
 
 
-@pytest.mark.parametrize(("size", "placement"), [*itertools.product((2, 8), PLACEMENTS)])
+@pytest.mark.parametrize(("size", "placement"), ((2, "zigzag"), (8, "zigzag"), (8, "contiguous")))
 def test_ring_of_any_size(size, placement):
     check("alibi", ring_attention, size, placement)
 
@@ -161,9 +160,7 @@ def test_all_to_all_of_any_size(size, placement):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_ring_attention_gathers_nothing(placement):
     arrays = {**tokens(), **segment_ids()}
-    run = functools.partial(sharded_in_place, is_causal=True, placement=placement)
-    assert collectives(compile(run, arrays)) == {"collective-permute"}
-    fn, *args = everything(arrays, run)
+    fn, *args = everything(arrays, functools.partial(sharded_in_place, is_causal=True, placement=placement))
     compiled = compile(fn, *args)
     assert collectives(compiled) == {"collective-permute"}
     assert "f32[4,32," not in str(compiled.as_text())  # no device holds a whole sequence
@@ -274,10 +271,10 @@ def test_kernels_lower_in_a_ring():
     assert kernels(jax.grad(total), arrays) == 2
 
 
-@pytest.mark.parametrize("name", ("lengths", "alibi"))
-def test_derivatives_of_gradients(name):
-    """Also where whole rows and whole blocks attend to nothing."""
-    arrays, static = CASES[name]
+def test_derivatives_of_gradients():
+    """Of tokens and of a score's arrays; also where whole rows and whole blocks attend to nothing."""
+    arrays, static = CASES["lengths"]
+    arrays = {**arrays, "slopes": CASES["alibi"][0]["slopes"], "bias": normal((1, 48), 6)}
 
     def second(attend):
         fn, floats, rest = everything(arrays, functools.partial(attend, **static))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from models import train
 from models.mesh import parse_mesh
+from tests.test_sharding import collectives
 from tests.test_train import SENTENCE, losses
 
 ROOT = Path(__file__).parent.parent
@@ -34,8 +36,9 @@ from models.mesh import make_layout
 from models.step import init_state, make_optimizer, make_train_step
 from models.text import TextTask, model_config
 
-config = dataclasses.replace(model_config("nano", "float32", None, context=32), layers=1)
-layout = make_layout("data=2,model=2", 8)
+LENGTH = 64
+config = dataclasses.replace(model_config("nano", "float32", None, context=LENGTH), layers=1)
+layout = make_layout(json.loads(sys.argv[1]), 8, LENGTH)
 text = np.zeros(1000, np.uint8)
 task = TextTask(config, Corpus(text, text, "zeros", 1), 8, 0, 100, layout)
 optimizer = make_optimizer("adamw", 1e-3)
@@ -48,7 +51,7 @@ step = make_train_step(task.loss, optimizer, layout.shardings(state))
 batch = task.batch(0)
 compiled = step.lower(state, batch).compile()
 kept = jax.tree.map(lambda x, out: x.sharding.is_equivalent_to(out, x.ndim), state, compiled.output_shardings[0])
-shapes["batch"] = batch.sharding.shard_shape(batch.shape)
+shapes["batch"] = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), batch._asdict())
 print(json.dumps({"shapes": shapes, "kept": all(jax.tree.leaves(kept)), "hlo": compiled.as_text()}))
 """
 
@@ -107,6 +110,7 @@ def test_every_mesh_gives_the_losses_of_one_device_and_resumes_on_any_other(tmp_
         "one": ["--data", text],
         "2x2": ["--data", text, "--mesh", "data=2,model=2"],
         "8": ["--data", text, "--mesh", "data=8"],
+        "2x2x2": ["--data", text, "--mesh", "data=2,model=2,context=2"],
         "images": ["--task", "images"],
         "images-2x2": ["--task", "images", "--mesh", "data=2,model=2"],
     }
@@ -118,8 +122,9 @@ def test_every_mesh_gives_the_losses_of_one_device_and_resumes_on_any_other(tmp_
 
     resumed = {
         "2x2-again": [],  # on the mesh that it was started with
-        "2x2-one": ["--mesh", "data=1"],
         "one-2x2": ["--mesh", "data=2,model=2"],
+        "one-ring": ["--mesh", "data=2,context=4"],
+        "2x2x2-one": ["--mesh", "data=1"],
     }
     for name in resumed:
         shutil.copytree(tmp_path / name.partition("-")[0], tmp_path / name)
@@ -127,12 +132,12 @@ def test_every_mesh_gives_the_losses_of_one_device_and_resumes_on_any_other(tmp_
     calls = [["--out", str(tmp_path / name), "--resume", *more] for name, more in resumed.items()]
     on_eight_devices(TRAIN, calls[::2], calls[1::2])
 
-    pairs = [("2x2", "one"), ("8", "one"), ("images-2x2", "images"), ("2x2-one", "one"), ("one-2x2", "one")]
-    for name, reference in pairs:
+    references = dict.fromkeys(["2x2", "8", "2x2x2", "one-2x2", "one-ring", "2x2x2-one"], "one")
+    for name, reference in {**references, "images-2x2": "images"}.items():
         assert len(curve(tmp_path / name)) == STEPS + 1
         # Sums in another order move these float32 losses by some 1e-7.
         np.testing.assert_allclose(curve(tmp_path / name), curve(tmp_path / reference), rtol=1e-5, err_msg=name)
-    assert [recorded_mesh(tmp_path / name) for name in ("one", "2x2-one", "2x2-again", "one-2x2")] == [
+    assert [recorded_mesh(tmp_path / name) for name in ("one", "2x2x2-one", "2x2-again", "one-2x2")] == [
         None,
         "data=1",
         "data=2,model=2",
@@ -153,18 +158,24 @@ def test_steps_that_are_not_waited_for_do_not_wait_for_one_another(tmp_path):
 
 
 def test_what_a_device_holds_and_what_devices_exchange():
-    found = json.loads(on_eight_devices(COMPILE, None)[0])
+    found, with_context = map(json.loads, on_eight_devices(COMPILE, "data=2,model=2", "data=2,model=2,context=2"))
     held = {"embedding": [256, 32], "query": [32, 32 // 2], "key": [32, 16 // 2], "value": [32, 16 // 2]}
     held |= {"out": [32 // 2, 32], "gate": [32, 96 // 2], "up": [32, 96 // 2], "down": [96 // 2, 32]}
     for name, part in held.items():
-        parts = [shape for path, shape in found["shapes"].items() if f"['{name}']['" in path]
-        assert parts == [part] * 3, name  # the parameter and Adam's two moments
-    assert found["shapes"]["batch"] == [8 // 2, 33]
-    assert found["kept"], "the step must leave the state where it was"
+        for shapes in (found["shapes"], with_context["shapes"]):
+            parts = [shape for path, shape in shapes.items() if f"['{name}']['" in path]
+            assert parts == [part] * 3, name  # the parameter and Adam's two moments
+    tokens = {"tokens": [8 // 2, 64], "targets": [8 // 2, 64], "positions": [64]}
+    assert found["shapes"]["batch"] == tokens
+    assert with_context["shapes"]["batch"] == {name: [*shape[:-1], 64 // 2] for name, shape in tokens.items()}
+    assert found["kept"] and with_context["kept"], "the step must leave the state where it was"
     # Sums only: no device ever sees another's part of the weights, the batch or the heads.
-    assert "all-reduce" in found["hlo"]
-    for collective in ("all-gather", "all-to-all", "collective-permute"):
-        assert collective not in found["hlo"]
+    assert collectives(found["hlo"]) == {"all-reduce"}
+    # With context also what goes round the ring: blocks of a device's keys, of its values and of their gradients.
+    assert collectives(with_context["hlo"]) == {"all-reduce", "collective-permute"}
+    block = f"f32[{8 // 2},{64 // 2 // 2},{2 // 2},8]"  # [B, T, K, H] of a device, in two blocks
+    assert set(re.findall(r"(\w+\[[\d,]*\])\S* collective-permute\(", with_context["hlo"])) == {block}
+    assert "f32[4,64," in found["hlo"] and "f32[4,64," not in with_context["hlo"], "no activations of whole sequences"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +186,12 @@ def test_what_a_device_holds_and_what_devices_exchange():
         (["--mesh", "data"], ["--mesh='data'", "'data' can't be read", "number of devices"]),
         (["--mesh", "data=0"], ["'data=0' can't be read"]),
         (["--mesh", "data=2,data=4"], ["'data=4' can't be read", "named once"]),
-        (["--mesh", "context=2"], ["context=2 would cut the sequence", "leave context out"]),
+        (["--mesh", "contxt=2"], ["'contxt' is not an axis", "context the sequence"]),
+        (["--mesh", "context=3"], ["--mesh='context=3'", "--context=32", "two equal pieces", "multiple of 6"]),
+        (["--mesh", "context=32"], ["--context=32", "make --context a multiple of 64"]),
+        (["--mesh", "context=2", "--task", "images"], ["context=2 cuts the sequence", "leave context out"]),
+        (["--mesh", "data=8,model=2,context=4"], ["needs 64 devices", "there are", "lower an axis"]),
+        (["--mesh", "context=2", "--implementation", "reference"], ["--implementation='reference'", "Use 'xla'"]),
         (["--mesh", "data=3"], ["--mesh='data=3'", "--batch=8", "multiple of 3", "divisor of 8"]),
         (["--mesh", "model=4"], ["model=4", "kv_heads=2", "divisor of 2", "another --size"]),
         (["--mesh", "model=3", "--size", "gpt2-small"], ["model=3", "hidden=2048", "divisor of 4"]),

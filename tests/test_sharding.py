@@ -70,9 +70,10 @@ def close(got, want):
 
 
 def collectives(compiled):
-    """The collective operations of a compiled program, by name."""
+    """The collective operations of a compiled program, or of its text, by name."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
     names = (ALL_GATHER, ALL_REDUCE, "all-to-all", "collective-permute", "reduce-scatter")
-    return set(re.findall(rf" ({'|'.join(names)})(?:-start)?\(", compiled.as_text()))
+    return set(re.findall(rf" ({'|'.join(names)})(?:-start)?\(", text))
 
 
 def compile(fn, *args):

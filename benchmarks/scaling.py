@@ -1,0 +1,258 @@
+"""Measures how attention and training scale over the devices of this host: `python -m benchmarks.scaling --out ROWS`.
+
+SCALING.md says what the rows are for, and comms_model.py reads them.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import machine, measure, progress, rows
+from benchmarks.scaling_programs import Attention, Kernel, Link, Measured, Training
+from benchmarks.workloads import Workload, self_attention
+
+_RESULTS = Path(__file__).parent / "results"
+_COMPILE_SHARE = 0.7  # of the budget, at most
+DIRECTIONS = ("forward", "fwdbwd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large everything is. Attention is causal, with one batch entry."""
+
+    link_bytes: tuple[int, ...]
+    blocks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    N: int
+    H: int
+    dtype: str
+    model: str
+    batch: int  # sequences on each device in training
+    context: int
+
+    def workload(self, S: int, causal: bool) -> Workload:
+        return self_attention(f"{S}", B=1, S=S, N=self.N, H=self.H, causal=causal, dtype=self.dtype)
+
+
+SIZES = {
+    "hopper": Sizes(
+        link_bytes=tuple(2**n for n in (12, 16, 20, 22, 24, 26, 28)),
+        blocks=(512, 2048, 8192, 32768),
+        lengths=(2**16, 2**17),
+        N=16,
+        H=128,
+        dtype="bfloat16",
+        model="gpt2-medium",
+        batch=16,
+        context=1024,
+    ),
+    "tiny": Sizes(
+        link_bytes=(2**10, 2**14),
+        blocks=(8, 16),
+        lengths=(64,),
+        N=4,
+        H=8,
+        dtype="float32",
+        model="nano",
+        batch=2,
+        context=32,
+    ),
+}
+
+
+def programs(sizes: Sizes, devices: int, kinds: Sequence[str]) -> list[list[Measured]]:
+    """Groups of programs; those of a group are timed in turns, the first of them on the fewest devices."""
+    several = [n for n in (2, 4, 8) if n <= devices]
+    groups: list[list[Measured]] = []
+    for n in several:
+        for collective in ("ppermute", "all_to_all"):
+            groups.append([Link(n, collective, size) for size in sizes.link_bytes])
+    for direction in DIRECTIONS:
+        groups.append([Kernel(1, sizes.workload(block, causal=False), direction) for block in sizes.blocks])
+    for S in sizes.lengths:
+        workload = sizes.workload(S, causal=True)
+        for direction in DIRECTIONS:
+            spread = [(n, way) for n in several for way in ("ring", "all_to_all")]
+            groups.append([Attention(n, way, workload, direction) for n, way in [(1, "plain"), *spread]])
+    at = (sizes.model, sizes.batch, sizes.context, sizes.dtype)
+    groups.append([Training(n, *at) for n in dict.fromkeys((1, devices))])
+    return [group for group in groups if group[0].kind in kinds]
+
+
+def compile_all(groups: list[list[Measured]], threads: int, deadline: float) -> None:
+    """Compiles everything, the longest first."""
+    order = [program for group in groups for program in group]
+    order.sort(key=lambda program: program.kind != Training.kind)
+    measure.compile_all(order, threads, deadline)
+
+
+class Runner:
+    """Times groups of compiled programs, and makes their rows."""
+
+    def __init__(self, rounds: int, target_s: float, checked: int, end: float):
+        self.rounds, self.target_s, self.checked, self.end = rounds, target_s, checked, end
+
+    def group(self, programs: list[Measured]) -> list[rows.Row]:
+        """All programs run once, then in turns."""
+        found = {id(p): _compiled(p) for p in programs}
+        bounds, truth = [], None
+        for program in programs:
+            row = found[id(program)]
+            if program.error is None and time.monotonic() > self.end:
+                row["error"] = "not run: the budget was spent"
+            if row["error"]:
+                continue
+            try:
+                bound = measure.Bound(program, [program.arguments()])
+                outputs, row["first_call_s"] = bound.first()
+                if isinstance(program, Attention) and program.workload.S == self.checked:
+                    results = program.results(outputs)
+                    if program.devices == 1:
+                        truth = results
+                    elif truth is not None:
+                        row["max_error"] = max_error(results, truth)
+                    del results
+                del outputs
+                bound.warm_up(self.target_s, dispatches=0)
+                bounds.append(bound)
+            except Exception as error:  # out of memory, or what a library raises at run time: the row's result
+                row["error"] = measure.error_text(error)
+        for bound in (b for _ in range(self.rounds) for b in bounds):
+            if time.monotonic() < self.end:
+                bound.sample()
+        base = next((b for b in bounds if b.program.devices == 1), None)
+        state = {"load": machine.load(), "gpu_state": machine.gpu_state()}
+        for bound in bounds:
+            found[id(bound.program)] |= _timed(bound, base) | state
+            bound.program.release()
+        return [{name: _rounded(value) for name, value in row.items()} for row in found.values()]
+
+
+def max_error(results: dict[str, Any], truth: dict[str, Any]) -> float:
+    """Of all results: the largest difference over the largest value of the truth, which is that of one device.
+
+    Raises FloatingPointError where a result is not finite.
+    """
+
+    @jax.jit
+    def of_one(x, true):
+        x, true = (a.astype(jnp.float32) for a in (x, true))
+        return jnp.abs(x - true).max() / jnp.abs(true).max()
+
+    errors = {name: float(of_one(results[name], truth[name])) for name in truth}
+    if not np.isfinite(list(errors.values())).all():
+        raise FloatingPointError(f"wrong: not finite, as the errors say: {errors}")
+    return max(errors.values())
+
+
+def _compiled(program: Measured) -> rows.Row:
+    return {
+        "kind": program.kind,
+        "devices": program.devices,
+        **program.what(),
+        "trace_s": program.trace_s,
+        "compile_s": program.compile_s,
+        **{f"{name}_bytes": size for name, size in program.memory.items()},
+        "error": program.error,
+    }
+
+
+def _timed(bound: measure.Bound[Measured], base: measure.Bound[Measured] | None) -> rows.Row:
+    """Times in milliseconds, of one hop or call; against one device, where the group has that of the same thing."""
+    program = bound.program
+    seconds = np.array(bound.wall) / program.repeats
+    p50, p90 = np.percentile(seconds, [50, 90])
+    row = {"p50_ms": p50 * 1e3, "p90_ms": p90 * 1e3, "min_ms": seconds.min() * 1e3, "samples": len(seconds)}
+    row |= {"calls_per_sample": bound.calls, **program.figures(float(p50))}
+    if base is not None and isinstance(program, Attention):
+        row["speedup"] = float(np.median(base.wall) / np.median(bound.wall))
+    elif base is not None and isinstance(program, Training):  # each device has as much to do as the one alone
+        row["speedup"] = float(np.median(base.wall) / np.median(bound.wall)) * program.devices
+    return row
+
+
+def _rounded(value):
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def table(found: list[rows.Row]) -> str:
+    """The rows as text."""
+    return "\n".join(_line(row) for row in found)
+
+
+def _line(row: rows.Row) -> str:
+    names = ("collective", "way", "direction", "size")
+    what = " ".join(str(row[name]) for name in names if name in row)
+    size = (
+        f"{row['bytes']} B" if "bytes" in row else f"S={row['shape']['S']}" if "shape" in row else f"B={row['batch']}"
+    )
+    start = f"{row['kind']:9}  {row['devices']} devices  {what:20}  {size:12}"
+    if row.get("p50_ms") is None:
+        return f"{start}  {row['error'] or 'not timed'}"
+    units = {"gb_per_s": "GB/s", "tflops": "TFLOP/s each", "tokens_per_s": "tokens/s", "speedup": "x one device"}
+    figures = [f"{row[name]:.4g} {unit}" for name, unit in units.items() if name in row]
+    figures += [f"{row['temp_bytes'] / 2**20:.1f} MiB temp"] if row["kind"] in ("attention", "training") else []
+    figures += [f"error {row['max_error']:.1e}"] if row.get("max_error") is not None else []
+    return f"{start}  {row['p50_ms']:9.4g} ms  " + "  ".join(figures)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    on_cpu = jax.devices()[0].platform == "cpu"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    add = parser.add_argument
+    add("--suite", choices=SIZES, default="tiny" if on_cpu else "hopper", help="default: %(default)s here")
+    add("--devices", type=int, default=jax.device_count(), help="up to how many (default: all, %(default)s here)")
+    add("--only", nargs="+", choices=_KINDS, default=_KINDS, metavar="KIND", help=f"of {', '.join(_KINDS)}")
+    add("--rounds", type=int, default=5, help="samples of each program (default: %(default)s)")
+    add("--target-ms", type=float, default=20.0, help="least length of a sample (default: %(default)s)")
+    add("--budget-seconds", type=float, default=230.0, help="wall-clock limit, kept to within a call or a compilation")
+    add("--compile-threads", type=int, default=1 if on_cpu else min(16, os.cpu_count() or 1))
+    add("--commit", help="recorded where this is no git repository")
+    add("--out", type=Path, help="default: benchmarks/results/DEVICE/scaling-SUITE.jsonl")
+    args = parser.parse_args(argv)
+    if not 1 <= args.devices <= jax.device_count():
+        parser.error(f"--devices {args.devices}: there are {jax.device_count()}; ask for 1 to that many.")
+    return args
+
+
+_KINDS = tuple(kind.kind for kind in (Link, Kernel, Attention, Training))
+
+
+def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
+    """Runs the command line; returns the rows."""
+    args = arguments(argv)
+    start = time.monotonic()
+    sizes = SIZES[args.suite]
+    groups = programs(sizes, args.devices, args.only)
+    out = args.out or _RESULTS / machine.folder() / f"scaling-{args.suite}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    common = rows.common("scaling", now, args.commit) | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    compile_all(groups, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
+    compiled = time.monotonic() - start
+    runner = Runner(args.rounds, args.target_ms / 1e3, sizes.lengths[0], start + args.budget_seconds)
+    made: list[rows.Row] = []
+    with out.open("w") as file, progress.bar(len(groups), "time") as bar:
+        for group in groups:
+            for row in runner.group(group):
+                made.append(common | row)
+                file.write(json.dumps(made[-1]) + "\n")
+            file.flush()
+            bar.update()
+    print(table(made))
+    print(f"{len(made)} rows, {time.monotonic() - start:.0f} s, {compiled:.0f} of them to compile: {out}")
+    return made
+
+
+if __name__ == "__main__":
+    main()
