@@ -110,9 +110,9 @@ def check(q: dict[str, Axes], k: dict[str, Axes], v: dict[str, Axes], share: Dev
         alone = set(axes_of["S"]).difference(share.axes["T"])
         if alone:
             raise ValueError(
-                f"{name} is sharded over the mesh axes {tuple(sorted(alone))} along its length S, and the query's length T is"
-                " not: every device would gather all keys, only to compute what the others compute. Shard T of the query"
-                " over them as well (keys and values are then gathered, queries are not), or use"
+                f"{name} is sharded over the mesh axes {tuple(sorted(alone))} along its length S, and the query's length T"
+                " is not: every device would gather all keys, only to compute what the others compute. Shard T of the"
+                " query over them as well (keys and values are then gathered, queries are not), or use"
                 " pallas_fa.context_parallel.ring_attention inside jax.shard_map, which gathers nothing."
             )
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_fa import device_share
+from pallas_fa import device_share, exporting
 from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare, letters_of
 from pallas_fa.mesh_axes import axes_by_dim
 from pallas_fa.problem import Problem
@@ -72,10 +73,11 @@ def _mappable(call, *leaves):
 def _partitionable(call, *leaves):
     """`call` with what XLA has to know in order to share it out."""
     traced = jax.make_jaxpr(call.on_one_device)(*leaves)
-    constants = _fingerprint(traced), *traced.consts  # as arguments: custom_partitioning takes no others
+    # As arguments: custom_partitioning takes no others.
+    constants = exporting.needs_process(_fingerprint(traced)), *traced.consts
 
     def on_one_device(constants, *leaves):
-        return jax.core.eval_jaxpr(traced.jaxpr, constants[1:], *leaves)
+        return eval_jaxpr(traced.jaxpr, constants[1:], *leaves)
 
     run = custom_partitioning(on_one_device)
     run.def_partition(
@@ -90,8 +92,9 @@ def _partitionable(call, *leaves):
 def _fingerprint(traced) -> np.ndarray:
     """int32 [8], different for different computations.
 
-    A program for several devices has nothing of the kernel in it until XLA asks for it. JAX's compilation cache on disk
-    would take the program with another mask for the same one; an argument that differs tells them apart.
+    A program for several devices has nothing of the kernel in it until XLA asks for it. A compilation cache that ignores
+    whom to ask (`jax_remove_custom_partitioning_ptr_from_cache_key`, without which it never finds such programs again) would
+    take the program with another mask for the same one: an argument that differs tells them apart.
     """
     return np.frombuffer(hashlib.sha256(str(traced).encode()).digest(), np.int32)
 
