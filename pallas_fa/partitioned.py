@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_fa import device_share, exporting
+from pallas_fa import device_share, exporting, own_refs
 from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare, letters_of
 from pallas_fa.mesh_axes import axes_by_dim
 from pallas_fa.problem import Problem
@@ -157,7 +157,7 @@ class _Call:
 
         def on_this_device(constants, *leaves):
             run = lambda operands: share.run(self.kernel, self.problem, operands, self.results)
-            return self._under_maps(run)(*leaves)
+            return own_refs.hidden(self._under_maps(run))(*leaves)
 
         shardings = lambda arrays: [NamedSharding(mesh, PartitionSpec(*share.of_dims(letters))) for letters in arrays]
         everywhere = (NamedSharding(mesh, PartitionSpec()),) * len(constants)
