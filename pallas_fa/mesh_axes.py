@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 Axes = tuple[str, ...]  # names of mesh axes, the major one first
 
@@ -17,12 +17,24 @@ class PartOfAnAxis(tuple):
     """
 
 
+def known_mesh(mesh: Mesh, context: AbstractMesh, sharding: Sharding, ndim: int) -> Mesh:
+    """`mesh`; where it is empty, since no argument of the program names one, that of `jax.set_mesh`."""
+    if not mesh.empty:
+        return mesh
+    devices = list(_cut(sharding, ndim))
+    axes = dict(context.shape) or {"devices": len(devices)}
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
 def axes_by_dim(mesh: Mesh, sharding: Sharding, ndim: int) -> list[Axes]:
     """The mesh axes that shard each of `ndim` dims; a `PartOfAnAxis` where they do not do so as a whole."""
-    # Asked of an array that is large enough to be cut evenly, whatever the sharding.
-    found = sharding.devices_indices_map((mesh.size,) * ndim)
-    starts = np.array([[dim.start or 0 for dim in found[device]] for device in mesh.devices.flat])
+    starts = np.array([[dim.start or 0 for dim in index] for index in _cut(sharding, ndim).values()])
     return [_axes_of(mesh, starts[:, dim].reshape(mesh.devices.shape)) for dim in range(ndim)]
+
+
+def _cut(sharding, ndim):
+    """What each device holds, in the order of the mesh, of an array that is large enough to be cut evenly."""
+    return sharding.devices_indices_map((len(sharding.device_set),) * ndim)
 
 
 def _axes_of(mesh, starts) -> Axes:

@@ -18,11 +18,11 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pallas_fa import device_share, exporting, own_refs
 from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare, letters_of
-from pallas_fa.mesh_axes import axes_by_dim
+from pallas_fa.mesh_axes import axes_by_dim, known_mesh
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays
 
@@ -47,14 +47,14 @@ def backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(kernel, problem, operands, results):
-    is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if is_manual or jax.device_count() == 1:
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes or jax.device_count() == 1:
         return kernel(problem, *operands)
-    arrays = jax.tree.map(letters_of, operands[3:5])
     residuals = (OUT, LSE, OUT, LSE)[: len(operands) - 5]
-    arguments = QUERY, KEY, VALUE, *arrays, *residuals
+    arguments = QUERY, KEY, VALUE, *jax.tree.map(letters_of, operands[3:5]), *residuals
     leaves, structure = jax.tree.flatten(operands)
-    call = _Call(kernel, problem, structure, tuple(jax.tree.leaves(arguments)), tuple(jax.tree.leaves(results)))
+    flat = lambda letters: tuple(jax.tree.leaves(letters))
+    call = _Call(kernel, problem, context, structure, flat(arguments), flat(results))
     return jax.tree.unflatten(jax.tree.structure(results), _mappable(call, *leaves))
 
 
@@ -101,13 +101,14 @@ def _fingerprint(traced) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A kernel and its problem; the structure of its operands; the letters of these and of its results, flattened.
+    """A kernel and its problem, and what is known of its operands and results: structure, and letters (flattened).
 
-    `maps`: a letter and a size for each `vmap`, the innermost first.
+    `context`: the mesh of `jax.set_mesh`. `maps`: a letter and a size for each `vmap`, the innermost first.
     """
 
     kernel: Callable[..., Any]
     problem: Problem
+    context: AbstractMesh
     structure: Any
     arguments: tuple[str, ...]
     results: tuple[str, ...]
@@ -148,6 +149,7 @@ class _Call:
 
     def partition(self, mesh, arguments, results):
         """Called by XLA: (mesh, what a device computes, shardings of the results, shardings of the arguments)."""
+        mesh = known_mesh(mesh, self.context, results[0].sharding, results[0].ndim)
         by_letter = lambda letters, x: dict(zip(letters, axes_by_dim(mesh, x.sharding, x.ndim), strict=True))
         constants, *arguments = arguments
         q, k, v = map(by_letter, self.arguments[:3], arguments[:3])

@@ -244,6 +244,19 @@ def test_keys_alone_sharded_over_heads_share_out_the_work(shared):
     check(attend, a, attend(tokens(), "reference"))
 
 
+def test_a_mesh_that_only_the_context_names(shared):
+    """`jax.set_mesh`, and arguments that lie nowhere yet."""
+    arguments = tokens()
+
+    def placed(a):
+        return attend({**a, "query": lax.with_sharding_constraint(a["query"], HEADS)}, is_causal=True)
+
+    with jax.set_mesh(mesh_of()):
+        compiled = check(placed, arguments, attend(arguments, "reference", is_causal=True))
+    assert not collectives(compiled)
+    assert len(compiled.output_shardings[0].device_set) == 8 and not compiled.output_shardings[0].is_fully_replicated
+
+
 # ---- transformations ------------------------------------------------------------------------------------------------
 
 
