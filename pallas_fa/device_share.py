@@ -21,7 +21,7 @@ from pallas_fa.part import Part
 from pallas_fa.problem import Problem, abstract
 
 QUERY, KEY, VALUE, OUT, LSE = "BTNH", "BSKH", "BSKV", "BTNV", "BTN"
-WHOLE = "HSV"  # dims of which every device needs all
+WHOLE = "HSV"  # dims of which every device needs all, in the order in which they come in the arguments
 
 
 def letters_of(x: Any) -> str:

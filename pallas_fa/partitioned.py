@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pallas_fa import device_share, exporting, own_refs
-from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare, letters_of
+from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, WHOLE, DeviceShare, letters_of
 from pallas_fa.mesh_axes import axes_by_dim, known_mesh
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays
@@ -84,7 +84,7 @@ def _partitionable(call, *leaves):
         call.partition,
         decode_shardings=False,  # it raises where it can't, and `axes_by_dim` does not
         sharding_rule=call.sharding_rule(constants),
-        need_replication_factors=("H", "S", "V"),
+        need_replication_factors=tuple(WHOLE),
     )
     return run(constants, *leaves)
 

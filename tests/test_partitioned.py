@@ -152,7 +152,7 @@ CASES = {
         P(None, None, ("data", "model")), {}, dict.fromkeys(("key", "value"), P(None, None, "data")), heads=(8, 2)
     ),
     "one key head": Case(HEADS, {"gain": normal((8, 1, 1))}, BATCH_ALONE, heads=(8, 1)),
-    "heads that straddle key heads": Case(HEADS, {}, BATCH_ALONE, {"is_causal": True}, heads=(12, 6)),
+    "heads that straddle key heads": Case(HEADS, {}, BATCH_ALONE, {"is_causal": True}, heads=(24, 6)),
     "rows": Case(P("data", "model"), {"bias": normal((B, 1, T, S))}, BATCH_ALONE, {"is_causal": True}),
     "rows in a window": Case(
         P(None, "model"),
