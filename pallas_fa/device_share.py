@@ -68,7 +68,7 @@ class DeviceShare:
         if axes["K"] != axes["N"]:  # key heads of several devices are here: take those that these query heads read
             together = math.gcd(problem.group, size["N"])  # as many query heads in a row read one key head
             heads = (start["N"] + together * jnp.arange(size["N"] // together)) // problem.group - start["K"]
-            k, v = (jnp.take(x, heads, axis=2) for x in (k, v))
+            k, v = (jnp.take(x, heads, axis=2, mode="clip") for x in (k, v))  # all are in range
         local = dataclasses.replace(
             problem,
             dims=Dims((size["B"],), size["T"], dims.S, size["N"]),
