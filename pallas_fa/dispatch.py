@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_fa import platforms, reference, xla
+from pallas_fa import partitioned, platforms, reference, xla
 from pallas_fa.mosaic_gpu import support
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays, with_float_arrays
@@ -123,7 +123,7 @@ def _kernels(elsewhere: str | None) -> Implementation:
         from pallas_fa.mosaic_gpu.forward import forward as kernel
 
         fallback = other and functools.partial(other.forward, problem)
-        return platforms.cuda_only(functools.partial(kernel, problem), fallback)(*operands)
+        return platforms.cuda_only(functools.partial(partitioned.forward(kernel), problem), fallback)(*operands)
 
     def backward(problem, *operands):
         from pallas_fa.mosaic_gpu.backward import backward as kernel
@@ -132,6 +132,6 @@ def _kernels(elsewhere: str | None) -> Implementation:
         if supports_backward(problem) is not None:
             return xla.backward(problem, *operands)
         fallback = other and functools.partial(other.backward, problem)
-        return platforms.cuda_only(functools.partial(kernel, problem), fallback)(*operands)
+        return platforms.cuda_only(functools.partial(partitioned.backward(kernel), problem), fallback)(*operands)
 
     return Implementation("mosaic_gpu", forward, backward)
