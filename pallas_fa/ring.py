@@ -6,7 +6,8 @@ gives its own share of every gradient, and those of keys and values travel with 
 
 Shards consist of contiguous blocks (placement.py), so a hop is one problem, or four, for a pair of blocks each, with the
 mask and the score of the positions that the blocks have in the whole sequence. Pairs that the mask rules out are skipped
-at run time; hops that it rules out on all devices, known while tracing, are left out.
+at run time; hops that it rules out on all devices, known while tracing, are left out. The usual cases need none of this
+(ring_of_wholes.py).
 """
 
 import dataclasses
@@ -20,8 +21,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_fa import by_rows, dispatch, manual_axes, masks, placement, ranges, vjp
+from pallas_fa import by_rows, dispatch, manual_axes, masks, placement, ranges, ring_of_wholes, vjp
 from pallas_fa.dims import Dims
+from pallas_fa.merging import Seen, merged
 from pallas_fa.part import Part
 from pallas_fa.problem import Problem, abstract
 from pallas_fa.scores import float_arrays, with_float_arrays
@@ -90,13 +92,6 @@ class _Keys(NamedTuple):
     k: tuple[Any, ...]
     v: tuple[Any, ...]
     ids: tuple[Any, ...]
-
-
-class _State(NamedTuple):
-    """Attention to the keys seen so far: out [B, T, N, Hv] and lse [B, T, N], in the dtype of accumulation."""
-
-    out: Any
-    lse: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,38 +219,29 @@ def _query_ids(ring, segments):
 
 
 def _forward(ring, attend, q, k, v, score, mask, segments):
+    if ring_of_wholes.does(ring, score, mask, segments):
+        return ring_of_wholes.forward(ring, attend, q, k, v, score, mask)
     problem = ring.problem
     q, query_ids = ring.split(q, 1), _query_ids(ring, segments)
 
     def one_hop(hop, carry):
-        keys, states = carry
+        keys, seen = carry
         following = ring.rotate(keys)  # travels while this hop is computed
-        states = list(states)
+        seen = list(seen)
         for pair in _pairs(ring, hop, keys.ids, score, mask, query_ids):
             see = functools.partial(_see, pair, attend, q[pair.a], keys.k[pair.b], keys.v[pair.b])
-            states[pair.a] = pair.where_needed(see, states[pair.a])
-        return following, tuple(states)
+            seen[pair.a] = pair.where_needed(see, seen[pair.a])
+        return following, tuple(seen)
 
-    def start(q):
-        out = jnp.zeros((*q.shape[:3], problem.Hv), problem.acc_dtype)
-        return _State(out, jnp.full(q.shape[:3], -jnp.inf, problem.acc_dtype))
-
-    carry = _keys(ring, k, v, segments), tuple(map(start, q))
-    _, states = lax.fori_loop(0, ring.hops, one_hop, carry)
-    out, lse = (jnp.concatenate([getattr(state, name) for state in states], axis=1) for name in _State._fields)
+    start = tuple(Seen.nothing((*x.shape[:3], problem.Hv), problem.acc_dtype) for x in q)
+    _, seen = lax.fori_loop(0, ring.hops, one_hop, (_keys(ring, k, v, segments), start))
+    out, lse = (jnp.concatenate(blocks, axis=1) for blocks in zip(*seen, strict=True))
     return out.astype(problem.dtype), lse
 
 
-def _see(pair, attend, q, k, v, state):
-    """`state` with the keys of a pair."""
-    seen = _State(*attend(pair.problem, q, k, v, pair.score, pair.mask))
-    top = lax.stop_gradient(jnp.maximum(state.lse, seen.lse))
-    top = jnp.where(top == -jnp.inf, 0, top)  # a row that has attended to nothing: exp(-inf - 0) = 0, not NaN
-    before, now = jnp.exp(state.lse - top), jnp.exp(seen.lse - top)
-    empty = before + now == 0
-    total = jnp.where(empty, 1, before + now)
-    out = (before / total)[..., None] * state.out + (now / total)[..., None] * seen.out
-    return _State(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
+def _see(pair, attend, q, k, v, seen):
+    """What was `seen`, and the keys of a pair."""
+    return merged(seen, Seen(*attend(pair.problem, q, k, v, pair.score, pair.mask)))
 
 
 class _Gradients(NamedTuple):
@@ -268,6 +254,8 @@ class _Gradients(NamedTuple):
 
 
 def _backward(ring, q, k, v, score, mask, segments, out, lse, d_out, d_lse):
+    if ring_of_wholes.does(ring, score, mask, segments):
+        return *ring_of_wholes.backward(ring, q, k, v, score, mask, out, lse, d_out, d_lse), ()
     rows = list(zip(*(ring.split(x, 1) for x in (q, out, lse, d_out, d_lse)), strict=True))
     query_ids, keys = _query_ids(ring, segments), _keys(ring, k, v, segments)
 

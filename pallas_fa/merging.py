@@ -1,0 +1,33 @@
+"""Attention to some keys and attention to others, merged into attention to all of them by the log-sum-exps."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+
+class Seen(NamedTuple):
+    """Attention to the keys seen so far: out [B, T, N, Hv] and lse [B, T, N]."""
+
+    out: Any
+    lse: Any
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...], dtype: Any) -> "Seen":
+        """No keys yet; `shape` is that of out."""
+        return cls(jnp.zeros(shape, dtype), jnp.full(shape[:3], -jnp.inf, dtype))
+
+    def only_if(self, condition: Any) -> "Seen":
+        """This, or, merged into anything, nothing."""
+        return self._replace(lse=jnp.where(condition, self.lse, -jnp.inf))
+
+
+def merged(a: Seen, b: Seen) -> Seen:
+    """Both, in the dtype of `a`."""
+    top = lax.stop_gradient(jnp.maximum(a.lse, b.lse))
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row that has attended to nothing: exp(-inf - 0) = 0, not NaN
+    weights = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
+    empty = sum(weights) == 0
+    total = jnp.where(empty, 1, sum(weights))
+    out = (weights[0] / total)[..., None] * a.out + (weights[1] / total)[..., None] * b.out
+    return Seen(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
