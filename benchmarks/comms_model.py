@@ -127,12 +127,15 @@ class Estimate:
 
 
 def ring(rates: Rates, S: int, R: int, direction: str, network: Network | None = None) -> Estimate:
-    """In zigzag order: in each of R hops a device computes two pairs of blocks of S / 2R tokens, and sends its keys."""
+    """In zigzag order: in each of R hops a device computes two pairs of blocks of S / 2R tokens, under which keys travel.
+
+    In the forward they travel R - 1 times, in the backward, with the gradients that come home, R times.
+    """
     sent = hop_bytes(rates, S, R, direction)
     hop = rates.ring(sent)
     if network and R > network.devices:
         hop = max(hop, network.seconds(sent))  # all wait for the slowest link
-    return Estimate(R * 2 * rates.pair[direction](S / R / 2), R * hop, overlapping=True)
+    return Estimate(R * 2 * rates.pair[direction](S / R / 2), (R - (direction == "forward")) * hop, overlapping=True)
 
 
 def hop_bytes(rates: Rates, S: int, R: int, direction: str) -> float:

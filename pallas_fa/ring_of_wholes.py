@@ -1,9 +1,8 @@
 """The hops of a ring in which whole blocks see whole blocks: without a mask, or with a causal one in zigzag order.
 
-Only a device's own keys, in the first hop, then need a mask, and it is the causal one of the shard as it lies: its second
-block comes later than its first. Of keys from an earlier device, both blocks of queries see the first block; of keys from
-a later one, the second block of queries sees both. So a hop is two full problems of a pair of blocks, the same on all
-devices but for which blocks they take: no branch, no mask, the fastest kernels.
+A device's own keys, in the first hop, then need the causal mask of the shard as it lies, for its second block comes later
+than its first. Of keys from an earlier device, both blocks of queries see the first block; of keys from a later one, the
+second block of queries sees both. That is half of a full problem either way, one kernel without a test of single logits.
 """
 
 import dataclasses
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa import dispatch, masks, scores
-from pallas_fa.dims import Dims
+from pallas_fa import dispatch, masks, ranges, scores
+from pallas_fa.bundle import bundle
 from pallas_fa.merging import Seen, merged
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Problem, abstract
 from pallas_fa.pytree import is_static_int
 
 if TYPE_CHECKING:
@@ -37,26 +36,19 @@ def does(ring: "Ring", score: Any, mask: Any, segments: Any) -> bool:
 
 def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, score: Any, mask: Any) -> tuple[Any, Any]:
     """(out, lse) of this device's queries; `attend(problem, q, k, v, score, mask)`."""
-    problem, device = ring.problem, lax.axis_index(ring.axis_name)
+    problem = ring.problem
+    keys, unbundle = bundle((k, v))
+    following = ring.rotate(keys)
     out, lse = attend(problem, q, k, v, score, mask)
-    following = ring.rotate((k, v))
-    pair = _problem_of_pair(problem, mask)
 
     def one_hop(hop, carry):
-        (k, v), seen = carry
-        following = ring.rotate((k, v))  # travels while this hop is computed
-        if mask is None:
-            return following, (merged(seen[0], Seen(*attend(pair, q, k, v, score, None))),)
-        first, second = _Pair.of_hop(device, hop)
-        one = Seen(*attend(pair, first.rows(q), first.keys(k), first.keys(v), score, None))
-        two = Seen(*attend(pair, second.rows(q), second.keys(k), second.keys(v), score, None))
-        later = merged(merged(seen[1], two), one.only_if(first.a == 1))
-        return following, (merged(seen[0], one.only_if(first.a == 0)), later)
+        keys, seen = _in_order(carry)
+        following = ring.rotate(keys)  # travels while this hop is computed
+        problem, mask_of_hop = _after_the_first(ring, mask, hop)
+        return following, merged(seen, Seen(*attend(problem, q, *unbundle(keys), score, mask_of_hop)))
 
-    whole = Seen(out.astype(problem.acc_dtype), lse)
-    seen = (whole,) if mask is None else tuple(Seen(*(_block(x, i) for x in whole)) for i in range(2))
-    _, seen = lax.fori_loop(1, ring.size, one_hop, (following, seen), unroll=ring.size <= _UNROLLED)
-    out, lse = (jnp.concatenate(blocks, axis=1) for blocks in zip(*seen, strict=True))
+    carry = following, Seen(out.astype(problem.acc_dtype), lse)
+    _, (out, lse) = lax.fori_loop(1, ring.size, one_hop, carry, unroll=ring.size <= _UNROLLED)
     return out.astype(problem.dtype), lse
 
 
@@ -64,69 +56,74 @@ def backward(
     ring: "Ring", q: Any, k: Any, v: Any, score: Any, mask: Any, out: Any, lse: Any, d_out: Any, d_lse: Any
 ) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) of this device's shards."""
-    problem, device = ring.problem, lax.axis_index(ring.axis_name)
-    wide = lambda xs: tuple(x.astype(problem.acc_dtype) for x in xs)
 
-    def gradients(problem, keys, rows, mask):
-        q, *rest = rows
-        backward = dispatch.choose(problem, ring.implementation).backward
-        d_q, d_k, d_v, _ = backward(problem, q, *keys, score, mask, *rest)
-        return wide((d_q, d_k, d_v))
+    def gradients(problem, mask, keys):
+        run = dispatch.choose(problem, ring.implementation).backward
+        d_q, d_k, d_v, _ = run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)
+        return tuple(x.astype(problem.acc_dtype) for x in (d_q, d_k, d_v))
 
-    rows = q, out, lse, d_out, d_lse
-    d_q, *d_keys = gradients(problem, (k, v), rows, mask)
-    pair = _problem_of_pair(problem, mask)
+    d_q, *d_keys = gradients(ring.problem, mask, (k, v))
 
     def one_hop(hop, carry):
-        keys, d_keys, d_q = carry
+        keys, d_keys, d_q = _in_order(carry)
         # The sums so far arrive while this hop's gradients are computed, and are added to them afterwards.
-        following, d_keys = ring.rotate((keys, d_keys))
-        if mask is None:
-            found = gradients(pair, keys, rows, None)
-            return following, tuple(a + b for a, b in zip(d_keys, found[1:], strict=True)), d_q + found[0]
-        for which in _Pair.of_hop(device, hop):
-            found = gradients(pair, tuple(map(which.keys, keys)), tuple(map(which.rows, rows)), None)
-            d_q = _add_to_block(d_q, which.a, found[0])
-            d_keys = tuple(_add_to_block(x, which.b, d) for x, d in zip(d_keys, found[1:], strict=True))
-        return following, d_keys, d_q
+        bundled, unbundle = bundle((keys, d_keys))
+        following, d_keys = unbundle(ring.rotate(bundled))
+        found = gradients(*_after_the_first(ring, mask, hop), keys)
+        d_q, *d_keys = (a + b for a, b in zip((d_q, *d_keys), found, strict=True))
+        return following, tuple(d_keys), d_q
 
-    carry = ring.rotate((k, v)), tuple(d_keys), d_q
+    bundled, unbundle = bundle((k, v))
+    carry = unbundle(ring.rotate(bundled)), tuple(d_keys), d_q
     _, d_keys, d_q = lax.fori_loop(1, ring.size, one_hop, carry, unroll=ring.size <= _UNROLLED)
-    d_k, d_v = ring.rotate(d_keys, 1 - ring.size)  # home
-    d_q, d_k, d_v = (x.astype(problem.dtype) for x in (d_q, d_k, d_v))
+    bundled, unbundle = bundle(d_keys)
+    d_k, d_v = unbundle(ring.rotate(bundled, 1 - ring.size))  # home
+    d_q, d_k, d_v = (x.astype(ring.problem.dtype) for x in (d_q, d_k, d_v))
     return d_q, d_k, d_v
 
 
+def _in_order(carry):
+    # Else, with the hops unrolled, XLA lets all keys travel before it computes anything.
+    return lax.optimization_barrier(carry)
+
+
+def _after_the_first(ring: "Ring", mask: Any, hop: Any) -> tuple[Problem, Any]:
+    """(problem, mask) of a later hop."""
+    if mask is None:
+        return ring.problem, None
+    from_later = jnp.int32(lax.axis_index(ring.axis_name) < hop).reshape(1, 1, 1, 1)
+    whole_blocks = _WholeBlocks(from_later, ring.problem.dims.T // 2)
+    return dataclasses.replace(ring.problem, mask=abstract(whole_blocks)), whole_blocks
+
+
 @dataclasses.dataclass(frozen=True)
-class _Pair:
-    """Block `a` of a device's queries with block `b` of the keys that it holds; numbers known at run time."""
+class _WholeBlocks(masks.Mask):
+    """What two blocks of queries see of two blocks of keys from another device.
 
-    a: Any
-    b: Any
+    `from_later`: 1 where these come from a later device, else 0; int32 [1, 1, 1, 1]. `block`: their length.
+    """
 
-    @classmethod
-    def of_hop(cls, device: Any, hop: Any) -> "tuple[_Pair, _Pair]":
-        """The pairs of hop > 0, under a causal mask in zigzag order."""
-        from_later = jnp.int32(device < hop)
-        return cls(from_later, 0), cls(1, from_later)
+    from_later: Any
+    block: int
 
-    def rows(self, x: Any) -> Any:
-        return _block(x, self.a)
+    def allowed(self, b, n, t, s):
+        return (t >= self.block) & (self.from_later > 0) | (s < self.block) & (self.from_later == 0)
 
-    def keys(self, x: Any) -> Any:
-        return _block(x, self.b)
+    def kv_range(self, t_lo, t_hi):
+        return 0, self._either(ranges.where(t_hi > self.block, 2 * self.block, 0), self.block)
 
+    def full_kv_range(self, t_lo, t_hi):
+        return 0, self._either(ranges.where(t_lo >= self.block, 2 * self.block, 0), self.block)
 
-def _problem_of_pair(problem: Problem, mask) -> Problem:
-    """What a hop after the first computes: all of a shard, or under the causal mask a pair of blocks."""
-    dims, blocks = problem.dims, 1 if mask is None else 2
-    return dataclasses.replace(problem, dims=Dims(dims.batch, dims.T // blocks, dims.S // blocks, dims.N), mask=None)
+    def q_range(self, s_lo, s_hi):
+        return self._either(self.block, 0), self._either(
+            2 * self.block, ranges.where(s_lo < self.block, 2 * self.block, 0)
+        )
 
+    def full_q_range(self, s_lo, s_hi):
+        return self._either(self.block, 0), self._either(
+            2 * self.block, ranges.where(s_hi <= self.block, 2 * self.block, 0)
+        )
 
-def _block(x, i):
-    """One of the two blocks of a shard."""
-    return lax.dynamic_slice_in_dim(x, i * (x.shape[1] // 2), x.shape[1] // 2, axis=1)
-
-
-def _add_to_block(x, i, d):
-    return lax.dynamic_update_slice_in_dim(x, _block(x, i) + d, i * (x.shape[1] // 2), axis=1)
+    def _either(self, if_later, if_earlier):
+        return jnp.where(self.from_later[..., 0] > 0, if_later, if_earlier)
