@@ -80,11 +80,6 @@ class KernelArray:
             (stages, compute_wgs, rows, columns), self.stored_dtype, transforms=swizzle(self.stored_dtype, width)
         )
 
-    def scratch_bytes(self, stages: int, block_q: int, block_kv: int) -> int:
-        """Bytes of shared memory that `scratch` takes."""
-        sizes = {"scalar": 0, "row": stages * block_kv, "column": block_q, "tile": stages * block_q * block_kv}
-        return sizes[self.kind] * self.stored_dtype.itemsize
-
     def restore(self, x: Any) -> Any:
         """Values from device memory as a mask or score function takes them: floats in float32."""
         if jnp.issubdtype(self.dtype, jnp.floating):

@@ -13,7 +13,7 @@ from pallas_fa.mosaic_gpu.accumulators import TensorCore
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, BackwardConfig, backward_configs, named_or
 from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.mosaic_gpu.tiles import Tiles, alike, swizzle
+from pallas_fa.mosaic_gpu.tiles import Tiles, alike, rounded, scratch_bytes, swizzle
 from pallas_fa.problem import Problem
 
 _F32 = np.dtype(np.float32)
@@ -195,14 +195,14 @@ class Plan:
     def dq_shape(self) -> tuple[int, ...]:
         """Of the float32 sums of dQ; rows are padded as TMA demands. The interpreter keeps the part of every block."""
         dims = self.problem.dims
-        shape = dims.B, _rounded(dims.T, 8), dims.N, self.own_a.padded_dim
+        shape = dims.B, rounded(dims.T, 8), dims.N, self.own_a.padded_dim
         return (self.blocks, *shape) if self.interpret else shape
 
     def added_shape(self, i: int) -> tuple[int, ...]:
         """Of the float32 sums of the gradient of array i."""
         dims, array, c = self.problem.dims, self.arrays[i], self.config
         lead = (dims.B, dims.N) if self.interpret else (dims.B if array.batched else 1, dims.N if array.per_head else 1)
-        return *lead, self.blocks * c.block, _rounded(self.other_a.length, c.width)
+        return *lead, self.blocks * c.block, rounded(self.other_a.length, c.width)
 
     def summed_shape(self) -> tuple[int, ...]:
         """Of the float32 gradient of an array, one value per own position."""
@@ -212,9 +212,7 @@ class Plan:
 
     def shared_memory(self) -> int:
         """Bytes of shared memory that a block needs, barriers left out."""
-        scratch = dataclasses.replace(self, interpret=False).scratch()
-        sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier))
-        return sum(_rounded(size, 1024) for size in sizes)
+        return scratch_bytes(dataclasses.replace(self, interpret=False).scratch())
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name."""
@@ -297,13 +295,3 @@ def _turned(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
     return jnp.swapaxes(x, 2, 3)
-
-
-def _rounded(size, multiple):
-    return -(-size // multiple) * multiple
-
-
-def _bytes(smem):
-    if isinstance(smem, plgpu.RefUnion):
-        return max(map(_bytes, smem.refs))
-    return int(np.prod(smem.shape)) * np.dtype(smem.dtype).itemsize

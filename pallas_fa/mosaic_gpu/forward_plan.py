@@ -13,7 +13,7 @@ from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
 from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.mosaic_gpu.tiles import Tiles, alike
+from pallas_fa.mosaic_gpu.tiles import Tiles, alike, scratch_bytes
 from pallas_fa.problem import Problem
 
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
@@ -110,12 +110,7 @@ class ForwardPlan:
 
     def shared_memory(self) -> int:
         """Bytes of shared memory that a block needs, barriers left out."""
-        c = self.config
-        rows = [(self.q, c.block_q), (self.k, c.stages * c.block_kv), (self.v, c.stages * c.block_kv)]
-        rows += [(self.out, c.block_q)] if self.separate_out else []
-        tiles = sum(x.padded_dim * n * self.problem.dtype.itemsize for x, n in rows)
-        arrays = sum(a.scratch_bytes(c.stages, c.block_q, c.block_kv) for a in self.arrays)
-        return tiles + arrays + 4 * (1 + c.pin_softmax * SUM_COLUMNS) * c.block_q
+        return scratch_bytes(dataclasses.replace(self, interpret=False).scratch())
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers, by name."""

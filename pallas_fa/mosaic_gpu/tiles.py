@@ -92,3 +92,20 @@ def swizzle(dtype: Any, width: int) -> tuple[Any, ...]:
     width = math.gcd(width, 128)
     tiling = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize))
     return (tiling, plgpu.SwizzleTransform(width)) if width > 16 else (tiling,)
+
+
+def scratch_bytes(scratch: dict[str, Any]) -> int:
+    """Bytes of shared memory of a kernel's scratch, each part aligned as Pallas does; barriers left out."""
+    sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    return sum(rounded(size, 1024) for size in sizes)
+
+
+def _bytes(smem):
+    if isinstance(smem, plgpu.RefUnion):
+        return max(map(_bytes, smem.refs))
+    return math.prod(smem.shape) * np.dtype(smem.dtype).itemsize
+
+
+def rounded(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
