@@ -3,6 +3,7 @@
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
+Our own `+deterministic` has gradients that are bitwise equal from run to run.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from benchmarks.workloads import Workload
 
 LIBRARIES = ("pallas_fa", "jax.nn", "tokamax")
-FORMS = ("", "dense", "bias")
+MASK_FORMS = ("dense", "bias")
+FORMS = ("", *MASK_FORMS, "deterministic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,13 @@ class Implementation:
 
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
-        return not self.form or workload.causal or bool(workload.window or workload.documents)
+        masked = workload.causal or bool(workload.window or workload.documents)
+        return masked or self.form not in MASK_FORMS
 
     def masks(self, workload: Workload) -> dict[str, jax.Array]:
         """The mask arrays that this implementation takes; they get no gradients."""
         w = workload
-        if self.form:
+        if self.form in MASK_FORMS:
             mask = w.dense()
             return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}
         if w.documents and self.library == "pallas_fa":
@@ -54,7 +57,9 @@ class Implementation:
             if w.bias:
                 raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
             kwargs["bias"] = masks["bias"]
-        if not self.form:
+        if self.form == "deterministic":
+            kwargs["deterministic_gradients"] = True
+        if self.form not in MASK_FORMS:
             kwargs |= {"is_causal": w.causal, "local_window_size": w.window}
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
@@ -70,10 +75,11 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    if library not in LIBRARIES or not backend or form not in FORMS:
+    known = library in LIBRARIES and form in FORMS and (form != "deterministic" or library == "pallas_fa")
+    if not known or not backend:
         raise ValueError(
-            f"{name=} is not library:backend[+form] with a library of {LIBRARIES} and a form of {FORMS[1:]}. Write, for"
-            " example, pallas_fa:xla or jax.nn:cudnn+dense."
+            f"{name=} is not library:backend[+form] with a library of {LIBRARIES} and a form of {FORMS[1:]}, the"
+            " last for pallas_fa alone. Write, for example, pallas_fa:xla or jax.nn:cudnn+dense."
         )
     return Implementation(library, None if backend == "None" else backend, form)
 

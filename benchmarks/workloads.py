@@ -182,7 +182,10 @@ def _hopper_table() -> list[Workload]:
         for H in (64, 128, 256)
         for causal in (False, True)
         for S in (1024, 4096, 16384)
-    ] + [self_attention("gqa-4096", B=4, S=4096, N=32, K=4, H=128, causal=True, provenance="Llama-like, 32 on 4 heads")]
+    ] + [
+        self_attention("gqa-4096", B=4, S=4096, N=32, K=4, H=128, causal=True, provenance="Llama-like, 32 on 4 heads"),
+        self_attention("mha-4096", B=4, S=4096, N=32, H=128, causal=True, provenance="what gqa-4096 is compared with"),
+    ]
 
 
 def _hopper_masks() -> list[Workload]:
