@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks, scores, xla
-from pallas_fa.mosaic_gpu import named_barriers
+from pallas_fa.mosaic_gpu import backward_work, named_barriers
 from pallas_fa.mosaic_gpu.backward import backward, supports_backward
 from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
 from pallas_fa.mosaic_gpu.config import BackwardConfig, Config, backward_configs
@@ -39,7 +39,13 @@ CASES = {
     ),
     "one stage": (dataclasses.replace(BASE, mask="causal"), {"config": ONE_STAGE}),
     "window": (dataclasses.replace(BASE, mask="window_causal"), {}),
+    "window, a warpgroup sits out": (dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"), {}),
     "segments": (dataclasses.replace(BASE, mask="segments"), {}),
+    "segments, a warpgroup sits out": (dataclasses.replace(WIDE, T=260, S=260, mask="segments"), {}),
+    "a warpgroup sits out, head dim 256": (
+        dataclasses.replace(BASE, T=270, S=270, N=1, H=256, Hv=256, mask="window_causal"),
+        {},
+    ),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
@@ -100,6 +106,17 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
         error = np.linalg.norm(np.asarray(ours, np.float32) - true) / (np.linalg.norm(true) + 1e-20)
         # A rounding of p or dS and one of the result, to bfloat16; sums over all of T x S cancel.
         assert error < (4e-3 if ours.size > 1000 else 2e-2)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "sits out" in name])
+def test_a_warpgroup_sits_out_what_only_the_other_visits(name):
+    problem, operands = problem_of(*CASES[name])
+    plan = Plan.of(problem, passes(problem)[0], interpret=True)
+    table = np.asarray(backward_work.visit_table(plan, operands.mask))
+    first, last = (table[..., i].reshape(*table.shape[:2], plan.blocks, -1) for i in (0, 3))
+    assert first.shape[-1] == 2
+    assert (first.max(-1) > first.min(-1)).any()
+    assert (last.max(-1) > last.min(-1)).any()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -196,7 +213,7 @@ def test_every_length_lowers(T, S, dtype):
 @pytest.mark.parametrize("H", [64, 128])
 def test_every_config_lowers(gives, H):
     deterministic = gives != ("dk", "dv", "dq")
-    for config in backward_configs(gives, H, H):
+    for config in backward_configs(gives, H, H, grouped=False):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
         assert kernels(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1

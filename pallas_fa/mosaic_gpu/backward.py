@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.mosaic_gpu import elementwise, schedule
+from pallas_fa.mosaic_gpu import backward_work, elementwise, schedule
 from pallas_fa.mosaic_gpu.backward_kernel import kernel
-from pallas_fa.mosaic_gpu.backward_memory import visits_of_blocks
 from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E, row_starts
 from pallas_fa.mosaic_gpu.backward_tile import score_pullback
@@ -106,8 +105,8 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
     problem, c = plan.problem, plan.config
     dims = problem.dims
     arrays = plan.in_memory(jax.tree.leaves((score, mask)))
-    if plan.visit_table:
-        arrays.append(schedule.table(visits_of_blocks(plan, mask), plan.blocks))
+    if backward_work.known_visits(plan) is None:
+        arrays.append(backward_work.visit_table(plan, mask))
     shapes = (plan.dq_shape(),) if plan.fused else ()
     shapes += tuple(plan.added_shape(i) for i in plan.added)
     added = [jax.new_ref(jnp.zeros(shape, jnp.float32)) for shape in shapes]

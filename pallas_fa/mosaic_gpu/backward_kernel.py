@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
 from pallas_fa.mosaic_gpu import backward_memory as memory
+from pallas_fa.mosaic_gpu import backward_work as work
 from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.backward_plan import Plan
 from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E
@@ -30,18 +31,18 @@ def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
     """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
     gmem, c = memory.named(plan, refs), plan.config
     head = lax.axis_index("heads") * section + lax.axis_index("head_in_section")
-    block = lax.axis_index("block")
+    number = lax.axis_index("block")
     if not plan.by_keys and plan.problem.mask is not None:
-        block = plan.blocks - 1 - block  # under most masks later queries see more keys: longest first
+        number = plan.blocks - 1 - number  # under most masks later queries see more keys: longest first
     heads = jnp.int32(plan.heads)
-    work = memory.Work(lax.div(head, heads), lax.rem(head, heads), block, block * c.block)
+    block = work.Block(lax.div(head, heads), lax.rem(head, heads), number, number * c.block)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
     @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        _Compute(plan, work, wg, gmem, scratch).run()
+        _Compute(plan, block, wg, gmem, scratch).run()
 
     @pl.when(wg == c.compute_wgs)
     def _():
@@ -49,16 +50,16 @@ def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: memory.load(plan, work, gmem, scratch))
+            pl.when(warp == 0)(lambda: memory.load(plan, block, gmem, scratch))
             if plan.fused:
-                pl.when(warp == 1)(lambda: memory.store_dq(plan, work, gmem, scratch))
+                pl.when(warp == 1)(lambda: memory.store_dq(plan, block, gmem, scratch))
 
 
 class _Compute:
     """One compute warpgroup: its 64 positions against every visited tile of the other sequence."""
 
-    def __init__(self, plan, work, wg, gmem, scratch):
-        self.plan, self.work, self.wg, self.gmem, self.scratch = plan, work, wg, gmem, scratch
+    def __init__(self, plan, block, wg, gmem, scratch):
+        self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.core = plan.tensor_core
         self.barriers = plan.barriers(scratch)
         self.rows = pl.ds(wg * 64, 64)
@@ -78,7 +79,7 @@ class _Compute:
         def steps(*accs):
             a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
             b_accs = accs[len(a_accs) :]
-            memory.for_heads(plan, self.work, lambda n, done: self._head(n, done, a_accs, b_accs))
+            work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
             return tuple(acc[...] for acc in accs)
 
         stand_ins = []
@@ -92,7 +93,7 @@ class _Compute:
 
     def _store(self, d_a, d_b):
         """Stores the gradients of the own operands through their shared memory."""
-        plan, work, dtype = self.plan, self.work, self.plan.problem.dtype
+        plan, block, dtype = self.plan, self.block, self.plan.problem.dtype
         stores = []
         if d_b:
             for i, x in enumerate(d_b):  # no other warpgroup reads these rows
@@ -108,38 +109,46 @@ class _Compute:
         plgpu.commit_smem()
         for tiles, smem, gmem in stores:
             copied = tiles.views(self.scratch[smem])[1].at[:, self.rows]
-            tiles.store(copied, gmem, work.b, pl.ds(work.start + self.wg * 64, 64), work.head)
+            tiles.store(copied, gmem, block.b, pl.ds(block.start + self.wg * 64, 64), block.head)
         if plan.fused:
             self.barriers["dq_free"].wait(self.wg)  # the last arrival, which no step waited for
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""
-        plan, work = self.plan, self.work
-        found = memory.visits(plan, work, self.gmem, n)
+        plan, block, table = self.plan, self.block, self.gmem.visit_table
+        first, last = work.visits_of_block(plan, block, table, n)
+        own = work.visits_of_warpgroup(plan, block, table, n, self.wg)
         scalars = self._scalars(n)
         sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_OWN) for _ in plan.summed)
 
         # Loops from 0 take fewer registers. Tried: the tiles that the mask cuts first, in one loop, then the others in a
         # second; it was 4 to 10% slower than three loops where both ends are cut.
-        def run(first, last, cut, sums):
-            before = done + (first - found.first)
+        def run(start, end, cut, sums):
+            if schedule.is_equal(start, end):
+                return sums
+            before = done + (start - first)
 
             def step(i, sums):
-                other = (first + i) * plan.config.width
-                at = Step(work.b, n, work.start + self.wg * 64, other, self.wg, cut, scalars)
+                other = (start + i) * plan.config.width
+                at = Step(block.b, n, block.start + self.wg * 64, other, self.wg, cut, scalars)
                 return self._step(at, before + i, sums, a_accs, b_accs)
 
-            return lax.fori_loop(0, last - first, step, sums)
+            return lax.fori_loop(0, end - start, step, sums)
 
-        if not schedule.is_equal(found.first, found.full_first):
-            sums = run(found.first, found.full_first, True, sums)
-        sums = run(found.full_first, found.full_last, False, sums)
-        if not schedule.is_equal(found.full_last, found.last):
-            sums = run(found.full_last, found.last, True, sums)
+        def sit_out(start, end):
+            if work.shares(plan) > 1 and not schedule.is_equal(start, end):
+                before = done + (start - first)
+                lax.fori_loop(0, end - start, lambda i, _: self._sit_out_step(before + i), None)
+
+        sit_out(first, own.first)
+        sums = run(own.first, own.full_first, True, sums)
+        sums = run(own.full_first, own.full_last, False, sums)
+        sums = run(own.full_last, own.last, True, sums)
+        sit_out(own.last, last)
         if sums:
             self._store_sums(n, sums)
-        return done + (found.last - found.first)
+        return done + (last - first)
 
     def _store_sums(self, n, sums):
         """Stores gradients of arrays, one value per own position."""
@@ -148,27 +157,22 @@ class _Compute:
             self.scratch[f"gradient{i}_smem"][self.wg] = x
         plgpu.commit_smem()
         for i in self.plan.summed:
-            own = pl.ds(self.work.start + self.wg * 64, 64)
+            own = pl.ds(self.block.start + self.wg * 64, 64)
             smem = self.scratch[f"gradient{i}_smem"].at[self.wg]
-            plgpu.copy_smem_to_gmem(smem, self.gmem.summed[i].at[self.work.b, n, own])
+            plgpu.copy_smem_to_gmem(smem, self.gmem.summed[i].at[self.block.b, n, own])
 
     def _step(self, at, done, sums, a_accs, b_accs):
         """One tile of the other sequence: adds to the accumulators, to `sums` (returned) and, through memory, to dQ."""
-        plan, core, scratch, c = self.plan, self.core, self.scratch, self.plan.config
+        plan, core = self.plan, self.core
         wg = anew(self.wg, plan.interpret)
         rows = pl.ds(wg * 64, 64)
-        slot_a, slot_b, ds_slot = (lax.rem(done, jnp.int32(stages)) for stages in (*c.stages, c.ds_stages))
+        slot_a, slot_b = self._arrived(done)
         other_a, other_b = self.other_a.at[slot_a], self.other_b.at[slot_b]
-        plgpu.barrier_wait(scratch["other_a_ready"].at[slot_a])
-        plgpu.barrier_wait(scratch["other_b_ready"].at[slot_b])
         if plan.zeroes_other and at.cut:
             self._zero_other(at, other_a, other_b)
 
         p, ds, sums = self._logits(at, rows, slot_a, slot_b, other_a, other_b, sums)
-        release_a, release_b = (
-            lambda name=name, slot=slot: self.barriers[name].arrive(slot)
-            for name, slot in (("other_a_free", slot_a), ("other_b_free", slot_b))
-        )
+        release_a, release_b = self._releases(slot_a, slot_b)
         if not plan.fused:
             self._times(b_accs, p, other_b)
             self._times(a_accs, ds, other_a)
@@ -178,9 +182,7 @@ class _Compute:
             release_a()
             return sums
 
-        if c.ds_stages == 1 and c.compute_wgs > 1:
-            self.barriers["wgs_meet"].wait()  # nobody reads the last step's dS any more
-        ds_smem = scratch["ds_smem"].at[ds_slot]
+        ds_smem = self._ds_smem(done)
         # For dV first: measured better where the mask cuts, worse where it does not.
         dv_first = plan.problem.mask is not None
         if dv_first:
@@ -194,6 +196,43 @@ class _Compute:
         core.wait(0)  # dK is done
         release_a()
         return sums
+
+    def _sit_out_step(self, done):
+        """A tile that only the other warpgroups visit: this one takes its part in dQ, as if its own dS were 0."""
+        plan = self.plan
+        release_a, release_b = self._releases(*self._arrived(done))
+        if plan.fused:
+            wg = anew(self.wg, plan.interpret)
+            ds_smem = self._ds_smem(done)
+            zeros = jnp.zeros((64, plan.config.width), plan.problem.dtype)
+            ds_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
+            fence_for_async_copies(plan.interpret)
+            self.barriers["wgs_meet"].wait()
+            self._add_dq(wg, ds_smem, (), None, None, release_b)
+        else:
+            release_b()
+        release_a()
+
+    def _arrived(self, done):
+        """The slots of tile `done` of both operands, which are there."""
+        slots = tuple(lax.rem(done, jnp.int32(stages)) for stages in self.plan.config.stages)
+        for name, slot in zip(("other_a_ready", "other_b_ready"), slots, strict=True):
+            plgpu.barrier_wait(self.scratch[name].at[slot])
+        return slots
+
+    def _releases(self, *slots):
+        """What to call once a tile of the first, of the second operand is not read any more."""
+        return [
+            lambda name=name, slot=slot: self.barriers[name].arrive(slot)
+            for name, slot in zip(("other_a_free", "other_b_free"), slots, strict=True)
+        ]
+
+    def _ds_smem(self, done):
+        """Where step `done` puts dS; nobody reads it any more."""
+        c = self.plan.config
+        if c.ds_stages == 1 and c.compute_wgs > 1:
+            self.barriers["wgs_meet"].wait()
+        return self.scratch["ds_smem"].at[lax.rem(done, jnp.int32(c.ds_stages))]
 
     def _add_dq(self, wg, ds_smem, a_accs, ds, other_a, release_b):
         """dQ = dS K, staged for the store warp, and under it the matmul of dK, which stays under way."""
@@ -291,7 +330,7 @@ class _Compute:
 
     def _scalars(self, n):
         """Arrays without positions, for query head n."""
-        return {i: self.gmem.arrays[i][self.plan.arrays[i].index(self.work.b, n)] for i in self.plan.of_kind("scalar")}
+        return {i: self.gmem.arrays[i][self.plan.arrays[i].index(self.block.b, n)] for i in self.plan.of_kind("scalar")}
 
     def _lengths(self, n):
         scalars = self._scalars(n)
@@ -302,11 +341,11 @@ class _Compute:
         """Zeroes keys past the key length, the longest of the group."""
         group = self.plan.problem.group
         per_head = masks.lengths_of(self.plan.problem.mask).kv_lengths.shape[1] > 1
-        lengths = [self._lengths(self.work.head * group + g).kv_lengths for g in range(group if per_head else 1)]
+        lengths = [self._lengths(self.block.head * group + g).kv_lengths for g in range(group if per_head else 1)]
         length = lengths[0]
         for other in lengths[1:]:
             length = jnp.maximum(length, other)
-        start = self.work.start
+        start = self.block.start
 
         @pl.when(start + self.plan.config.block > length)
         def _():

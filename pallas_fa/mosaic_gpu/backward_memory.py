@@ -1,4 +1,4 @@
-"""Blocks of the backward kernel, their visits to tiles of the other sequence, and the warps that move memory for them."""
+"""Device memory of the backward kernel, and the warps that move it."""
 
 from typing import Any, NamedTuple
 
@@ -7,22 +7,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import ranges
-from pallas_fa.mosaic_gpu import schedule
+from pallas_fa.mosaic_gpu import backward_work as work
 from pallas_fa.mosaic_gpu.backward_plan import Plan
-
-
-class Work(NamedTuple):
-    """What one block of threads does: batch entry, own head, block of its sequence, and its first position."""
-
-    b: Any
-    head: Any
-    block: Any
-    start: Any
+from pallas_fa.mosaic_gpu.backward_work import Block
 
 
 class Refs(NamedTuple):
-    """Device memory. `arrays`: of score and mask, then the visit table; `dq_sums` and `added` are added to."""
+    """Device memory. `arrays`: of score and mask; `visit_table`: None where visits are known while tracing.
+
+    `dq_sums` and `added` are added to.
+    """
 
     own_a: Any
     own_b: Any
@@ -31,6 +25,7 @@ class Refs(NamedTuple):
     start: Any
     delta: Any
     arrays: tuple[Any, ...]
+    visit_table: Any
     dq_sums: Any
     added: dict[int, Any]
     gradients: dict[str, Any]
@@ -50,7 +45,8 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
         other_b,
         start,
         delta,
-        arrays=tuple(take(len(plan.arrays) + plan.visit_table)),
+        arrays=tuple(take(len(plan.arrays))),
+        visit_table=None if work.known_visits(plan) else queue.pop(0),
         dq_sums=queue.pop(0) if plan.fused else None,
         added=dict(zip(plan.added, take(len(plan.added)), strict=True)),
         gradients=dict(zip(names, take(len(names)), strict=True)),
@@ -58,68 +54,19 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
     )
 
 
-def visits(plan: Plan, work: Work, gmem: Refs, n: Any) -> schedule.Visits:
-    """Tiles of the other sequence that the block meets at query head n."""
-    c, mask = plan.config, plan.problem.mask
-    if plan.visit_table:
-        table = gmem.arrays[-1]
-        at = zip((work.b, n, work.block), table.shape, strict=False)
-        at = tuple(i if extent > 1 else 0 for i, extent in at)
-        return schedule.Visits(*(table[(*at, i)] for i in range(4)))
-    lines = schedule.as_lines(visits_of_blocks(plan, mask), plan.blocks)
-    if lines is not None:
-        return schedule.Visits(*(x[0] + x[1] * work.block if isinstance(x, tuple) else x for x in lines))
-    own = work.start, jnp.minimum(work.start + c.block, plan.own_a.length)
-    visited, full = (ask(*own) for ask in _questions(plan, mask))
-    if plan.own_a.length % c.block and (plan.by_keys or plan.scored):
-        full = full[0], jnp.where(work.block == plan.blocks - 1, full[0], full[1])
-    return schedule.visits(visited, full, _other_size(plan), c.width, 0)
-
-
-def visits_of_blocks(plan: Plan, mask: Any) -> schedule.Visits:
-    """Tiles of the other sequence that every block of one's own meets."""
-    whole_only = plan.by_keys or plan.scored  # past the end are no keys; a score could make NaN there
-    sizes = plan.config.block, plan.own_a.length, _other_size(plan), plan.config.width
-    return schedule.visits_of_blocks(*_questions(plan, mask), *sizes, whole_only)
-
-
-def _questions(plan: Plan, mask: Any) -> tuple[Any, Any]:
-    """What the mask is asked about a block: which positions of the other sequence are visited, which are full."""
-    if mask is None:
-        everything = lambda lo, hi: (0, ranges.FAR)
-        return everything, everything
-    return (mask.q_range, mask.full_q_range) if plan.by_keys else (mask.kv_range, mask.full_kv_range)
-
-
-def _other_size(plan: Plan) -> int:
-    """The size of the other sequence, where a tile past it does no harm rounded up to whole tiles."""
-    size, width = plan.other_a.length, plan.config.width
-    # Statistics of queries past the end make their probabilities 0, whatever the mask; but a score could make NaN there.
-    return size if plan.scored or not plan.by_keys else -(-size // width) * width
-
-
-def for_heads(plan: Plan, work: Work, body: Any) -> Any:
-    """`body(n, steps before)` -> steps after, for each query head of the block; returns the number of all steps."""
-    group = plan.problem.group if plan.by_keys else 1
-    first = work.head * group
-    if group == 1:
-        return body(first, jnp.int32(0))
-    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
-
-
-def load(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> None:
+def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
     """The load warp."""
-    c, b = plan.config, work.b
+    c, b = plan.config, block.b
     barriers = plan.barriers(scratch)
     copy = plgpu.copy_gmem_to_smem
     copied = {name: getattr(plan, name).views(scratch[f"{name}_smem"])[1] for name in ("own_a", "other_a", "other_b")}
-    own = pl.ds(work.start, c.block)
+    own = pl.ds(block.start, c.block)
 
     def load_own(name, statistic):
         tiles, ready = getattr(plan, name), scratch[f"{name}_ready"]
-        tiles.load(getattr(gmem, name), b, own, work.head, tiles.views(scratch[f"{name}_smem"])[1], ready)
+        tiles.load(getattr(gmem, name), b, own, block.head, tiles.views(scratch[f"{name}_smem"])[1], ready)
         if not plan.by_keys:
-            copy(getattr(gmem, statistic).at[b, work.head, own], scratch[f"{statistic}_smem"].at[0], ready)
+            copy(getattr(gmem, statistic).at[b, block.head, own], scratch[f"{statistic}_smem"].at[0], ready)
 
     def load_array(a, n, slot, others):
         array, smem = plan.arrays[a], scratch[f"array{a}_smem"].at[slot]
@@ -128,7 +75,7 @@ def load(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> None:
             copy(source.at[others if array.kind == "row" else own], smem, ready)
             return
         for wg in range(c.compute_wgs):
-            copy(source.at[pl.ds(work.start + wg * 64, 64), others], smem.at[wg], ready)
+            copy(source.at[pl.ds(block.start + wg * 64, 64), others], smem.at[wg], ready)
 
     def load_other(name, statistic, n, slot, others):
         head = n if plan.by_keys else lax.div(n, jnp.int32(plan.problem.group))
@@ -140,7 +87,7 @@ def load(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> None:
     load_own("own_a", "start")
 
     def head(n, done):
-        found = visits(plan, work, gmem, n)
+        first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
 
         def step(tile, done):
             slots = tuple(lax.rem(done, jnp.int32(stages)) for stages in c.stages)
@@ -155,9 +102,9 @@ def load(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> None:
             load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
             return done + 1
 
-        return lax.fori_loop(found.first, found.last, step, done)
+        return lax.fori_loop(first, last, step, done)
 
-    steps = for_heads(plan, work, head)
+    steps = work.for_heads(plan, block, head)
     if plan.gives_a:
         pl.when(steps == 0)(lambda: load_own("own_b", "delta"))
     for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
@@ -165,7 +112,7 @@ def load(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> None:
             pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
 
 
-def store_dq(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> None:
+def store_dq(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
     """The store warp: adds the tiles of dQ that the compute warpgroups stage."""
     c, dq_smem = plan.config, scratch["dq_smem"]
     barriers = plan.barriers(scratch)
@@ -174,22 +121,22 @@ def store_dq(plan: Plan, work: Work, gmem: Refs, scratch: dict[str, Any]) -> Non
         dq_free.arrive(wg)
 
     def head(n, done):
-        found = visits(plan, work, gmem, n)
+        first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
 
         def step(tile, done):
             for wg in range(c.compute_wgs):
                 dq_ready.wait(wg)
                 row = tile * c.width + (wg * 64 if plan.dq_by_rows else 0)
                 column = 0 if plan.dq_by_rows else wg * plan.dq_columns
-                dq = gmem.dq_sums.at[work.block] if plan.interpret else gmem.dq_sums
-                dq = dq.at[work.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns)]
+                dq = gmem.dq_sums.at[block.number] if plan.interpret else gmem.dq_sums
+                dq = dq.at[block.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns)]
                 plan.tensor_core.store_add(dq_smem.at[wg], dq)
             for wg in range(c.compute_wgs):
                 plgpu.wait_smem_to_gmem(c.compute_wgs - 1 - wg, wait_read_only=True)
                 dq_free.arrive(wg)
             return done
 
-        return lax.fori_loop(found.first, found.last, step, done)
+        return lax.fori_loop(first, last, step, done)
 
-    for_heads(plan, work, head)
+    work.for_heads(plan, block, head)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

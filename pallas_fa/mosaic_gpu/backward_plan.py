@@ -76,7 +76,9 @@ class Plan:
         in_score = enumerate(jax.tree.leaves(problem.score))
         floats = [i for i, x in in_score if gives != ("dv",) and jnp.issubdtype(x.dtype, jnp.floating)]
         differentiated = [i for i in floats if _is_per_query(leaves[i]) != by_keys]
-        configs = named_or(problem.config, "backward", backward_configs(gives, q.padded_dim, v.padded_dim))
+        configs = named_or(
+            problem.config, "backward", backward_configs(gives, q.padded_dim, v.padded_dim, problem.group > 1)
+        )
         plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, interpret) for c in configs)
         return [plan for plan in plans if plan.can_share_dq]
 
@@ -113,10 +115,6 @@ class Plan:
     def scored(self) -> bool:
         """Whether logits are scaled and scored in registers, and not by where their accumulator starts."""
         return self.problem.score is not None or self.problem.scale <= 0
-
-    @property
-    def visit_table(self) -> bool:
-        return bool(jax.tree.leaves(self.problem.mask))
 
     @property
     def blocks(self) -> int:

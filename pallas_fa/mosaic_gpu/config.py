@@ -110,10 +110,13 @@ class BackwardConfig:
         return {1: (240, 56), 2: (240, 24)}[self.compute_wgs]
 
 
-def backward_configs(gives: tuple[str, ...], head_dim: int, value_dim: int) -> tuple[BackwardConfig, ...]:
+def backward_configs(
+    gives: tuple[str, ...], head_dim: int, value_dim: int, grouped: bool
+) -> tuple[BackwardConfig, ...]:
     """Tiles of the pass that gives these gradients, for padded head dims of q, k and of v, multiples of 64.
 
-    The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers.
+    The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers. `grouped`:
+    key heads have several query heads each.
     """
     Config = BackwardConfig
     small = Config(1, 64), Config(1, 64, ds_stages=1), Config(1, 64, (1, 1), 1)
@@ -123,9 +126,12 @@ def backward_configs(gives: tuple[str, ...], head_dim: int, value_dim: int) -> t
     if widest > 128:
         return Config(2, 64), Config(2, 64, (2, 1)), Config(1, 64, (2, 1)), Config(1, 64, (1, 1))
     if widest == 64 or len(gives) == 1:
-        return Config(2, 128), *((Config(2, 64),) if "dq" not in gives or len(gives) == 1 else ()), *small
+        best = Config(2, 128, head_section=32 if widest == 64 else 8)
+        return best, *((Config(2, 64),) if "dq" not in gives or len(gives) == 1 else ()), *small
     if head_dim == 128 or "dq" not in gives:
-        return Config(), Config(ds_stages=1), Config(2, 64, (2, 1), 1), Config(2, 64, (1, 1), 1), *small
+        best = Config(head_section=4 if grouped else 8)
+        fewer = dict(ds_stages=1), dict(stages=(2, 1), ds_stages=1), dict(stages=(1, 1), ds_stages=1)
+        return best, *(dataclasses.replace(best, **x) for x in fewer), *small
     return small
 
 

@@ -75,11 +75,16 @@ def visits_of_blocks(
     return visits(ask(starts, ends), (lo, hi), other_size, tile, 0)
 
 
-def table(found: Visits, blocks: int) -> Any:
-    """`visits_of_blocks` as a table that a kernel reads: int32 [B|1, N|1, blocks, 4]."""
+def table(found: Visits, blocks: int, rows: int) -> Any:
+    """`visits_of_blocks` of that many blocks as a table that a kernel reads: int32 [B|1, N|1, rows, 4].
+
+    Rows past the last block visit no tile.
+    """
     columns = [jnp.asarray(x, jnp.int32) for x in found]
     shape = jnp.broadcast_shapes((1, 1, blocks), *(x.shape for x in columns))
-    return jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1)
+    columns = jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1)
+    nothing = jnp.broadcast_to(columns[:, :, -1:, 3:], (*shape[:2], rows - blocks, 4))
+    return jnp.concatenate([columns, nothing], axis=2)
 
 
 def as_lines(found: Visits, blocks: int) -> Visits | None:
