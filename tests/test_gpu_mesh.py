@@ -40,15 +40,18 @@ def curve(mesh, dtype, implementation):
     return np.array(found)
 
 
-# In bfloat16 Adam makes much of small gradients' rounding. A sequence in the wrong order changes the losses by 7%.
+# In bfloat16, Adam makes much of small gradients' rounding: from the second step on, the gradients' norms are those of
+# other parameters (on a CPU, too, they drift apart by 7% in five steps). A sequence in the wrong order changes the losses
+# by 7%.
 @pytest.mark.parametrize(
-    ("dtype", "implementation", "tolerances"),
-    (("float32", "xla", (1e-4, 1e-3)), ("bfloat16", "mosaic_gpu", (1e-2, 5e-2))),
+    ("dtype", "implementation", "loss_tolerance", "norm_tolerance", "norms"),
+    (("float32", "xla", 1e-4, 1e-3, STEPS), ("bfloat16", "mosaic_gpu", 1e-2, 5e-3, 1)),
 )
-def test_every_mesh_has_the_curve_of_one_device(dtype, implementation, tolerances):
+def test_every_mesh_has_the_curve_of_one_device(dtype, implementation, loss_tolerance, norm_tolerance, norms):
     with jax.default_matmul_precision("highest"):
         one = curve(None, dtype, implementation)
         for mesh in meshes():
-            differences = np.abs(curve(mesh, dtype, implementation) / one - 1).max(axis=0)
-            assert (differences < tolerances).all(), (mesh, differences)
+            losses, gradient_norms = np.abs(curve(mesh, dtype, implementation) / one - 1).T
+            assert (losses < loss_tolerance).all(), (mesh, losses)
+            assert (gradient_norms[:norms] < norm_tolerance).all(), (mesh, gradient_norms)
     assert one[-1, 0] < one[0, 0] - 0.1
