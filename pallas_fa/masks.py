@@ -138,7 +138,7 @@ class Window(Mask):
                 raise TypeError(f"{name}={value!r} must be an int (keys on that side of the query) or None (no bound).")
             if value < 0:
                 raise ValueError(f"{name}={value} must be >= 0: a window includes the query's own position. Use 0.")
-            object.__setattr__(self, name, min(int(value), FAR // 2))
+            object.__setattr__(self, name, int(value) if value < FAR // 2 else None)
         object.__setattr__(self, "offset", offsets.checked("offset", self.offset))
 
     def bind(self, dims, lengths):
@@ -355,7 +355,7 @@ class And(Mask):
     parts: tuple[Mask, ...]
 
     def bind(self, dims, lengths):
-        parts = _joined_bands([part.bind(dims, lengths) for part in self.parts])
+        parts = _joined_lengths(_joined_bands([part.bind(dims, lengths) for part in self.parts]))
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
     def moved(self, part):
@@ -413,7 +413,7 @@ class Or(Mask):
         best_lo, best_hi = getattr(self.parts[0], question)(lo, hi)
         for part in self.parts[1:]:
             a, b = getattr(part, question)(lo, hi)
-            longer = b - a > best_hi - best_lo
+            longer = b // 2 - a // 2 > best_hi // 2 - best_lo // 2  # halves: -FAR to FAR is too far for int32
             best_lo, best_hi = ranges.where(longer, a, best_lo), ranges.where(longer, b, best_hi)
         return best_lo, best_hi
 
@@ -442,10 +442,26 @@ def _joined_bands(parts: list[Mask]) -> list[Mask]:
     lefts = [part.offset - part.left for part in bands if isinstance(part, Window) and part.left is not None]
     rights = [part.offset + part.right for part in bands if isinstance(part, Window) and part.right is not None]
     rights += [part.offset for part in bands if isinstance(part, Causal)]
-    if len(bands) < 2 or not lefts or not rights or min(rights) < max(lefts):
+    if len(bands) < 2 or not lefts or not rights:
         return parts
-    window = Window(left=min(rights) - max(lefts), right=0, offset=min(rights))
-    return [window, *(part for part in parts if part not in bands)]
+    left, right = max(lefts), min(rights)
+    if not 0 <= right - left < FAR // 2 or abs(right) > FAR // 2:  # nothing, or more than a window can say
+        return parts
+    window = Window(left=right - left, right=0, offset=right)
+    return [window, *(part for part in parts if not any(part is band for band in bands))]
+
+
+def _joined_lengths(parts: list[Mask]) -> list[Mask]:
+    """Bound parts, with all sequence lengths joined to one: the shortest."""
+    found = [part for part in parts if isinstance(part, Lengths)]
+
+    def shortest(values):
+        values = [x for x in values if x is not None]
+        return ranges.minimum(*values) if values else None
+
+    lengths = Lengths(shortest([x.q_lengths for x in found]), shortest([x.kv_lengths for x in found]))
+    others = [part for part in parts if not isinstance(part, Lengths)]
+    return [lengths, *others] if len(found) > 1 else parts
 
 
 def parts_of[M: Mask](mask: Mask | None, kind: type[M]) -> list[M]:
@@ -454,14 +470,8 @@ def parts_of[M: Mask](mask: Mask | None, kind: type[M]) -> list[M]:
 
 
 def lengths_of(mask: Mask | None) -> Lengths:
-    """The sequence lengths that a bound mask gives, the shortest where several do; both None where none does."""
-    found = parts_of(mask, Lengths)
-
-    def shortest(values):
-        values = [v for v in values if v is not None]
-        return ranges.minimum(*values) if values else None
-
-    return Lengths(shortest([p.q_lengths for p in found]), shortest([p.kv_lengths for p in found]))
+    """The sequence lengths that a bound mask gives; both None where it gives none."""
+    return next(iter(parts_of(mask, Lengths)), Lengths())
 
 
 def _parts(mask, kind):

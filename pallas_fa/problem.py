@@ -175,10 +175,8 @@ def bind_mask(mask, dims) -> masks.Mask | None:
     if mask is None:
         return None
     # Lengths first: the alignment of a bottom-right Causal asks for them.
-    lengths = masks.lengths_of(
-        masks.all_of([part.bind(dims, masks.Lengths()) for part in masks.parts_of(mask, masks.Lengths)])
-    )
-    return mask.bind(dims, lengths)
+    given = masks.all_of(masks.parts_of(mask, masks.Lengths))
+    return mask.bind(dims, masks.lengths_of(given and given.bind(dims, masks.Lengths())))
 
 
 def _scale(scale, head_dim):

@@ -145,6 +145,29 @@ def test_padding_may_hold_nan(deterministic):
             assert not row[length:].any()
 
 
+@pytest.mark.parametrize("forbidden", [-1e9, -1e10, -1e30, float(np.finfo(np.float32).min)])
+def test_a_large_negative_bias_is_a_mask(forbidden):
+    case = dataclasses.replace(BASE, T=130, S=130)
+    causal, operands = problem_of(case, {"is_causal": True})
+    residuals = residuals_of(case, causal, operands)
+    bias = np.where(np.tri(130, dtype=np.bool_), 0, forbidden).astype(np.float32)
+    problem, with_bias = problem_of(case, {"bias": bias})
+    ours, races = interpreted(problem, with_bias, *residuals)
+    assert not races
+    for ours_x, true in zip(ours[:3], xla.backward(causal, *operands, *residuals)[:3], strict=True):
+        true = np.asarray(true, np.float32)
+        assert np.linalg.norm(np.asarray(ours_x, np.float32) - true) < 1e-2 * np.linalg.norm(true)
+
+
+def test_what_is_in_the_gradient_of_an_empty_rows_lse_is_harmless():
+    case = dataclasses.replace(BASE, T=130, S=130)
+    problem, operands = problem_of(case, {"mask": masks.Causal(offset=-1)})
+    out, lse, d_out, d_lse = residuals_of(case, problem, operands)
+    gradients = [interpreted(problem, operands, out, lse, d_out, d_lse.at[:, 0].set(x))[0][:3] for x in (0, jnp.nan)]
+    for zero, nan in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(np.asarray(zero, np.float32), np.asarray(nan, np.float32))
+
+
 def test_the_race_detector_sees_a_missing_wait(monkeypatch):
     """Where nobody waits for slots to be free, tiles are overwritten while they are read."""
     monkeypatch.setattr(named_barriers.NamedBarrier, "wait", lambda self, i=0: None)

@@ -80,6 +80,20 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("forbidden", [-1e9, -1e10, -1e30, float(np.finfo(np.float32).min)])
+def test_a_large_negative_bias_is_a_mask(forbidden):
+    """As in Flax models; a row in which it forbids everything is the mean of all values."""
+    inputs = dataclasses.replace(BASE, T=200, S=200).inputs()
+    bias = np.where(np.tri(200, dtype=np.bool_), 0, forbidden).astype(np.float32)
+    bias[7] = forbidden
+    problem, operands = normalise(*inputs.qkv, bias=bias, config=TWO)
+    (out, lse), races = interpreted(problem, operands)
+    assert not races
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, *operands))
+    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_padding_may_hold_nan():
     case = dataclasses.replace(BASE, batch=(2,), mask="lengths")
     inputs = case.inputs()

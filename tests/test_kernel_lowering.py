@@ -41,6 +41,17 @@ def test_every_mask_lowers(mask):
     assert lower_forward(dataclasses.replace(BASE, mask=mask, batch=batch)) == 1
 
 
+def test_lengths_given_twice_lower():
+    q = jax.ShapeDtypeStruct((2, 200, 4, 64), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def gradient(q, a, b):
+        call = functools.partial(pallas_fa.dot_product_attention, mask=masks.Lengths(kv_lengths=b))
+        return jax.grad(lambda q: call(q, q, q, key_value_seq_lengths=a, implementation="mosaic_gpu").sum())(q)
+
+    assert kernels(gradient, q, lengths, lengths) == 2
+
+
 @pytest.mark.parametrize("score", cases.SCORES)
 def test_every_score_lowers(score):
     assert lower_forward(dataclasses.replace(BASE, mask="causal", score=score)) == 1

@@ -288,6 +288,39 @@ def test_lengths_beyond_the_ends_are_clipped():
     assert got[0].all() and not got[1].any()
 
 
+def test_the_shortest_of_several_lengths_counts():
+    lengths = Lengths(np.array([3, 4]), np.array([5, 1])) & Lengths(kv_lengths=np.array([2, 4]))
+    got = bind(lengths, 4, 5, query_seq_lengths=np.array([4, 2]))
+    assert lengths_of(got).q_lengths.ravel().tolist() == [3, 2]
+    assert lengths_of(got).kv_lengths.ravel().tolist() == [2, 1]
+    t, s = np.arange(4)[:, None], np.arange(5)
+    want = np.stack([(t < q) & (s < k) for q, k in ((3, 2), (2, 1))])
+    np.testing.assert_array_equal(allowed(got, 4, 5)[:, 0], want)
+
+
+def test_windows_of_known_and_of_unknown_offset_are_joined():
+    got = bind(Causal(offset=np.array([0, 1])), 6, 6, is_causal=True, local_window_size=(2, 0))
+    t, s = np.arange(6)[:, None], np.arange(6)
+    np.testing.assert_array_equal(allowed(got, 6, 6)[:, 0], np.stack([(s <= t) & (s >= t - 2)] * 2))
+
+
+@pytest.mark.parametrize(
+    "mask", [Window(10, 10**9) & Window(20, 10**9), Window(10, None) & Causal(offset=2**29), Window(10, 2**29 - 1)]
+)
+def test_a_window_of_any_width_keeps_its_other_end(mask):
+    got = bind(mask & Causal(offset=50), 64, 64)
+    t, s = np.arange(64)[:, None], np.arange(64)
+    np.testing.assert_array_equal(allowed(got, 64, 64)[0, 0], (s >= t - 10) & (s <= t + 50))
+    check_ranges(got, 64, 64, 16, True)
+
+
+def test_no_lengths_in_a_union_allow_everything():
+    ids = np.zeros((B, 4), np.int32)
+    got = bind(Lengths() | Segments(ids, ids + 1), 4, 4)
+    assert allowed(got, 4, 4).all()
+    check_ranges(got, 4, 4, 2, True)
+
+
 def test_all_masks_given_must_agree():
     T = S = 8
     ids = np.array([0, 0, 0, 1, 1, 1, 1, 1])

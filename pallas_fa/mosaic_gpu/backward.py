@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.mosaic_gpu import backward_work, elementwise, schedule
 from pallas_fa.mosaic_gpu.backward_kernel import kernel
 from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
-from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E, row_starts
+from pallas_fa.mosaic_gpu.backward_preprocess import row_starts
 from pallas_fa.mosaic_gpu.backward_tile import score_pullback
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY
 from pallas_fa.problem import Problem
@@ -90,7 +90,7 @@ def backward(
 
     `interpret`: for JAX's GPU interpret mode.
     """
-    factor = -LOG2E if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
+    factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     start, delta = row_starts(problem, mask, out, lse, d_out, d_lse, factor)
     found = {}
     for gives in passes(problem):
@@ -119,8 +119,8 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
             *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in names),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in plan.summed),
         ),
-        grid=(dims.B * plan.heads // section, plan.blocks, section),
-        grid_names=("heads", "block", "head_in_section"),
+        grid=(dims.B * plan.heads * plan.blocks,),  # one axis: only the first of CUDA's three may pass 65535
+        grid_names=("block",),
         num_threads=c.compute_wgs + 1,
         thread_name="wg",
         scratch_types=plan.scratch(),

@@ -21,8 +21,8 @@ from pallas_fa.mosaic_gpu import backward_memory as memory
 from pallas_fa.mosaic_gpu import backward_work as work
 from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.backward_plan import Plan
-from pallas_fa.mosaic_gpu.backward_preprocess import LOG2E
 from pallas_fa.mosaic_gpu.backward_tile import PER_OTHER, PER_OWN, TILE, Step, TileOfLogits
+from pallas_fa.mosaic_gpu.elementwise import LOG2E
 from pallas_fa.mosaic_gpu.named_barriers import fence_for_async_copies
 from pallas_fa.mosaic_gpu.registers import anew
 
@@ -30,12 +30,7 @@ from pallas_fa.mosaic_gpu.registers import anew
 def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
     """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
     gmem, c = memory.named(plan, refs), plan.config
-    head = lax.axis_index("heads") * section + lax.axis_index("head_in_section")
-    number = lax.axis_index("block")
-    if not plan.by_keys and plan.problem.mask is not None:
-        number = plan.blocks - 1 - number  # under most masks later queries see more keys: longest first
-    heads = jnp.int32(plan.heads)
-    block = work.Block(lax.div(head, heads), lax.rem(head, heads), number, number * c.block)
+    block = work.block_of(plan, section)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
@@ -291,7 +286,8 @@ class _Compute:
             tile = TileOfLogits.load(plan, at, self.gmem.arrays, scratch, slot_a)
             if plan.scored:
                 x = s * plan.problem.scale
-                p = jnp.exp2(tile.scores(x) * LOG2E + statistic("start", slot_a))
+                # In this order: a bias such as -1e10 in place of a mask leaves no digits for a rounded product.
+                p = jnp.exp2((tile.scores(x) + statistic("start", slot_a)) * LOG2E)
             else:
                 x, p = None, jnp.exp2(s * (plan.problem.scale * LOG2E))
             p = tile.zero_where_masked(p)

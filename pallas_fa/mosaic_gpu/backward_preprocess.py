@@ -1,6 +1,5 @@
 """Row statistics that the backward kernel starts its accumulators at. Fused by XLA into one pass over out and d_out."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ from pallas_fa import masks, tile
 from pallas_fa.problem import Problem
 
 _ROWS = 128  # the largest tile of queries
-LOG2E = math.log2(math.e)
 
 
 def row_starts(
@@ -18,13 +16,15 @@ def row_starts(
     """(lse * lse_factor, -delta), float32 [B, N, T rounded up to a multiple of 128]; `lse_factor` < 0.
 
     delta = rowsum(out * d_out) - d_lse. Rows that attend to nothing, padding, and rows past the end get -inf and 0, which
-    make their probabilities exp2(-inf) = 0.
+    make their probabilities 0, and their gradients too, whatever is in d_lse there.
     """
     lengths = masks.lengths_of(mask)
     # out is 0 in padded rows, but d_out may be NaN there.
     delta = jnp.einsum("bthd,bthd->bth", out, d_out, preferred_element_type=jnp.float32) - d_lse
     delta = tile.zero_padding(delta[..., None], lengths.q_lengths)[..., 0]
-    start = jnp.where(lse == -jnp.inf, -jnp.inf, lse * lse_factor)
+    is_empty = lse == -jnp.inf
+    delta = jnp.where(is_empty, 0, delta)
+    start = jnp.where(is_empty, -jnp.inf, lse * lse_factor)
     missing = -problem.dims.T % _ROWS
     pad = lambda x, fill: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, missing)), constant_values=fill)
     return pad(start.astype(jnp.float32), -jnp.inf), pad(-delta, 0)

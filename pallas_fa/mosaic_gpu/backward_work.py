@@ -20,6 +20,16 @@ class Block(NamedTuple):
     start: Any
 
 
+def block_of(plan: Plan, section: int) -> Block:
+    """The block of these threads; `section`: heads whose blocks run side by side."""
+    rest, head_in_section = schedule.quotient_and_rest(lax.axis_index("block"), section)
+    heads, number = schedule.quotient_and_rest(rest, plan.blocks)
+    b, head = schedule.quotient_and_rest(heads * section + head_in_section, plan.heads)
+    if not plan.by_keys and plan.problem.mask is not None:
+        number = plan.blocks - 1 - number  # under most masks later queries see more keys: longest first
+    return Block(b, head, number, number * plan.config.block)
+
+
 def for_heads(plan: Plan, block: Block, body: Any) -> Any:
     """`body(n, steps before)` -> steps after, for each query head of the block; returns the number of all steps."""
     group = plan.problem.group if plan.by_keys else 1
@@ -71,15 +81,13 @@ def _visits(plan, block, visit_table, n, share):
     lines = known_visits(plan)
     if lines is not None:
         return schedule.Visits(*(x[0] + x[1] * block.number if isinstance(x, tuple) else x for x in lines))
-    at = zip((block.b, n), visit_table.shape, strict=False)
-    at = *(i if extent > 1 else 0 for i, extent in at), block.number * shares(plan) + share
-    return schedule.Visits(*(visit_table[(*at, i)] for i in range(4)))
+    return schedule.in_table(visit_table, block.b, n, block.number * shares(plan) + share)
 
 
 def _found(plan, mask, parts):
     whole_only = plan.by_keys or plan.scored  # past the end are no keys; a score could make NaN there
     sizes = plan.config.block // parts, plan.own_a.length, _other_size(plan), plan.config.width
-    return schedule.visits_of_blocks(*_questions(plan, mask), *sizes, whole_only)
+    return schedule.visits_of_blocks(*_questions(plan, mask), *sizes, whole_only, at_least=0)
 
 
 def _questions(plan: Plan, mask: Any) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ A mask or score function is traced once and evaluated equation by equation, with
 inlined, and what differentiation makes (`add_any`, a sum; `one_minus_square`) written out: neither lowers as it is.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+LOG2E = math.log2(math.e)  # exp(x) is exp2(LOG2E * x), which the hardware has
 _INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",

@@ -30,8 +30,10 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
     blocks = -(-dims.T // config.block_q)
     section = 1 if mask is None else schedule.section(dims.B * dims.N, config.head_section)
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
-    if plan.visit_table:
-        arrays.append(schedule.visit_table(mask, config.block_q, dims.T, dims.S, config.block_kv))
+    if mask is not None and plan.visit_table:
+        sizes = config.block_q, dims.T, dims.S, config.block_kv
+        found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
+        arrays.append(schedule.table(found, blocks, blocks))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, section, *refs, **scratch)

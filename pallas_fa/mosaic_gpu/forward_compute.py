@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa import masks, scores
 from pallas_fa.mosaic_gpu import elementwise, schedule, tensor_core
 from pallas_fa.mosaic_gpu import forward_work as work
+from pallas_fa.mosaic_gpu.elementwise import LOG2E
 from pallas_fa.mosaic_gpu.forward_plan import SUM_COLUMNS, ForwardPlan
 
-_LOG2E = math.log2(math.e)
 _TILE, _PER_QUERY, _PER_KEY = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -99,7 +98,8 @@ class Compute:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
         m = plgpu.layout_cast(jnp.full((64,), -jnp.inf if plan.shifts else 0.0, jnp.float32), _PER_QUERY)
         l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), _TILE)
-        l, p, m, *_ = (*_softmax(plan, *self._scored(x, jnp.asarray(i, jnp.int32), cut), m, l, cut), m)
+        x, self.factor = self._scored(x, jnp.asarray(i, jnp.int32), cut)  # the factor is that of all steps
+        l, p, m, *_ = (*_softmax(plan, x, self.factor, m, l, cut), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.v.chunk), jnp.float32), _TILE),) * plan.v.chunks
         return acc, m, l, p.astype(plan.problem.dtype)
 
@@ -144,7 +144,7 @@ class Compute:
         total = l.sum(axis=1)
         empty = total == 0
         factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
-        lse = jnp.where(empty, -jnp.inf, m * (1 / _LOG2E) + jnp.log(jnp.where(empty, 1.0, total)))
+        lse = jnp.where(empty, -jnp.inf, m * self.factor + jnp.log(jnp.where(empty, 1.0, total)))
         if plan.paired:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block of queries before
         out_smem, out_copied = plan.out.views(scratch["out_smem" if plan.separate_out else "q_smem"])
@@ -247,20 +247,25 @@ def _with_positive(x, factor):
 
 
 def _softmax(plan, x, factor, m, l, cut):
-    """Online softmax of the logits x * factor: (partial sums, p), then (maximum, base 2, rescaling factor); all float32.
+    """Online softmax of the logits x * factor: (partial sums, p), then (maximum of x, rescaling factor); all float32.
 
     A row may still be all -inf only under a mask, or where a score gave -inf.
     """
-    factor = factor * _LOG2E
+    base_2 = factor * LOG2E
     if not plan.shifts:
-        p = jnp.exp2(x * factor)
+        p = jnp.exp2(x * base_2)
         return _with_columns_of(p, l), p
-    new_m = jnp.maximum(m, x.max(axis=1) * factor)
+    new_m = jnp.maximum(m, x.max(axis=1))
     shift = new_m
     if cut or plan.problem.score is not None:
         shift = jnp.where(new_m == -jnp.inf, 0.0, new_m)
-    p = jnp.exp2(x * factor - lax.broadcast_in_dim(shift, x.shape, [0]))
-    rescale = jnp.exp2(m - shift)
+    rows = lambda values: lax.broadcast_in_dim(values, x.shape, [0])
+    if plan.problem.score is None:
+        p = jnp.exp2(x * base_2 - rows(shift * base_2))  # one instruction for both
+    else:
+        # A bias such as -1e10 in place of a mask leaves no digits for that: the product's rounding alone is then huge.
+        p = jnp.exp2((x - rows(shift)) * base_2)
+    rescale = jnp.exp2((m - shift) * base_2)
     return _with_columns_of(p, l * lax.broadcast_in_dim(rescale, l.shape, [0])), p, new_m, rescale
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
-from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
 from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
@@ -156,5 +156,6 @@ def _is_alike(problem, score, mask):
         return score is None
     if not jax.tree.leaves(mask):
         return False
-    ask = functools.partial(schedule.visit_table, block=64, size=problem.dims.T, other_size=problem.dims.S, tile=64)
-    return jax.eval_shape(ask, mask).shape[2] == 1
+    starts = np.arange(0, problem.dims.T, 64)
+    ask = lambda mask: (mask.kv_range(starts, starts + 64), mask.full_kv_range(starts, starts + 64))
+    return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, mask)))

@@ -43,9 +43,9 @@ def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[An
 
     A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
     """
-    rest, head_in_section = _divmod(lax.axis_index("block"), section)
-    sections, share = _divmod(rest, shares(plan))
-    b, n = _divmod(sections * section + head_in_section, plan.problem.dims.N)
+    rest, head_in_section = schedule.quotient_and_rest(lax.axis_index("block"), section)
+    sections, share = schedule.quotient_and_rest(rest, shares(plan))
+    b, n = schedule.quotient_and_rest(sections * section + head_in_section, plan.problem.dims.N)
     from_end = _blocks(plan) - 1 - share
 
     def one(number, done, arrays_done):
@@ -72,9 +72,7 @@ def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:
     """All steps of a block."""
     if not plan.visit_table:
         return _steps(_visits(plan, block.t0, plan.config.block_q))
-    at = zip((block.b, block.n, block.number), visit_table.shape, strict=False)
-    at = tuple(i if extent > 1 else 0 for i, extent in at)
-    return _steps(schedule.Visits(*(visit_table[(*at, i)] for i in range(4))))
+    return _steps(schedule.in_table(visit_table, block.b, block.n, block.number))
 
 
 def steps_of_warpgroup(plan: ForwardPlan, block: Block, steps: Steps, wg: Any) -> Steps:
@@ -126,7 +124,3 @@ def _steps(found) -> Steps:
     if not schedule.is_equal(found.full_first, found.first):
         full_end = jnp.maximum(found.last - found.full_first, cut_end)
     return Steps(found.last - 1, 0, cut_end, full_end, found.last - found.first)
-
-
-def _divmod(x, divisor):
-    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_fa import ranges
 
@@ -49,20 +50,17 @@ def is_equal(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a == b
 
 
-def visit_table(mask: Any, block: int, size: int, other_size: int, tile: int) -> Any:
-    """`visits` of every block of queries of a mask with arrays: int32 [B|1, N|1, blocks, 4]."""
-    starts = np.arange(0, size, block)
-    ends = np.minimum(starts + block, size)
-    found = visits(mask.kv_range(starts, ends), mask.full_kv_range(starts, ends), other_size, tile)
-    found = [jnp.asarray(x, jnp.int32) for x in found]
-    shape = jnp.broadcast_shapes((1, 1, len(starts)), *(x.shape for x in found))
-    return jnp.stack([jnp.broadcast_to(x, shape) for x in found], axis=-1)
-
-
 def visits_of_blocks(
-    ask: Any, ask_full: Any, block: int, size: int, other_size: int, tile: int, whole_blocks_only: bool
+    ask: Any,
+    ask_full: Any,
+    block: int,
+    size: int,
+    other_size: int,
+    tile: int,
+    whole_blocks_only: bool = False,
+    at_least: int = 1,
 ) -> Visits:
-    """`visits`, possibly of no tile, of every block of a sequence: broadcastable to [B, N, blocks].
+    """`visits` of every block of a sequence: broadcastable to [B, N, blocks].
 
     `ask`, `ask_full`: the mask's questions, such as `mask.q_range` and `mask.full_q_range`. `whole_blocks_only`: no tile
     counts as full for a ragged last block. The answers of masks without arrays are known while tracing.
@@ -72,7 +70,7 @@ def visits_of_blocks(
     lo, hi = ask_full(starts, ends)
     if whole_blocks_only and size % block:
         hi = ranges.where(starts + block <= size, hi, lo)
-    return visits(ask(starts, ends), (lo, hi), other_size, tile, 0)
+    return visits(ask(starts, ends), (lo, hi), other_size, tile, at_least)
 
 
 def table(found: Visits, blocks: int, rows: int) -> Any:
@@ -85,6 +83,13 @@ def table(found: Visits, blocks: int, rows: int) -> Any:
     columns = jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1)
     nothing = jnp.broadcast_to(columns[:, :, -1:, 3:], (*shape[:2], rows - blocks, 4))
     return jnp.concatenate([columns, nothing], axis=2)
+
+
+def in_table(visit_table: Any, b: Any, n: Any, row: Any) -> Visits:
+    """The visits in row `row` of `table`, for batch entry b and head n."""
+    at = (i if extent > 1 else 0 for i, extent in zip((b, n), visit_table.shape, strict=False))
+    at = *at, row
+    return Visits(*(visit_table[(*at, i)] for i in range(4)))
 
 
 def as_lines(found: Visits, blocks: int) -> Visits | None:
@@ -105,3 +110,8 @@ def as_lines(found: Visits, blocks: int) -> Visits | None:
 def section(count: int, wanted: int) -> int:
     """The largest divisor of `count` that is at most `wanted`."""
     return max(d for d in range(1, min(count, wanted) + 1) if count % d == 0)
+
+
+def quotient_and_rest(x: Any, divisor: int) -> tuple[Any, Any]:
+    """Of an int32 x >= 0, inside a kernel."""
+    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
