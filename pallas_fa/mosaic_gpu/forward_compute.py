@@ -144,7 +144,8 @@ class Compute:
         total = l.sum(axis=1)
         empty = total == 0
         factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
-        lse = jnp.where(empty, -jnp.inf, m * self.factor + jnp.log(jnp.where(empty, 1.0, total)))
+        unit = 1 / LOG2E if plan.problem.score is None else self.factor
+        lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
         if plan.paired:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block of queries before
         out_smem, out_copied = plan.out.views(scratch["out_smem" if plan.separate_out else "q_smem"])
@@ -247,25 +248,24 @@ def _with_positive(x, factor):
 
 
 def _softmax(plan, x, factor, m, l, cut):
-    """Online softmax of the logits x * factor: (partial sums, p), then (maximum of x, rescaling factor); all float32.
+    """Online softmax of the logits x * factor: (partial sums, p), then (maximum, rescaling factor); all float32.
 
-    A row may still be all -inf only under a mask, or where a score gave -inf.
+    The maximum is that of the logits in base 2, and with a score, that of x: a bias such as -1e10 in place of a mask
+    leaves no digits to multiply first and subtract then. A row may still be all -inf only under a mask, or where a score
+    gave -inf.
     """
     base_2 = factor * LOG2E
     if not plan.shifts:
         p = jnp.exp2(x * base_2)
         return _with_columns_of(p, l), p
-    new_m = jnp.maximum(m, x.max(axis=1))
-    shift = new_m
-    if cut or plan.problem.score is not None:
-        shift = jnp.where(new_m == -jnp.inf, 0.0, new_m)
-    rows = lambda values: lax.broadcast_in_dim(values, x.shape, [0])
-    if plan.problem.score is None:
-        p = jnp.exp2(x * base_2 - rows(shift * base_2))  # one instruction for both
-    else:
-        # A bias such as -1e10 in place of a mask leaves no digits for that: the product's rounding alone is then huge.
-        p = jnp.exp2((x - rows(shift)) * base_2)
-    rescale = jnp.exp2((m - shift) * base_2)
+    has_score = plan.problem.score is not None
+    new_m = jnp.maximum(m, x.max(axis=1) if has_score else x.max(axis=1) * base_2)
+    shift = jnp.where(new_m == -jnp.inf, 0.0, new_m) if cut or has_score else new_m
+    shifts = lax.broadcast_in_dim(shift, x.shape, [0])
+    if has_score:
+        p, rescale = jnp.exp2((x - shifts) * base_2), jnp.exp2((m - shift) * base_2)
+    else:  # one instruction for product and difference; 4 to 6% faster at head dim 128
+        p, rescale = jnp.exp2(x * base_2 - shifts), jnp.exp2(m - shift)
     return _with_columns_of(p, l * lax.broadcast_in_dim(rescale, l.shape, [0])), p, new_m, rescale
 
 
