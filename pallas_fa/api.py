@@ -27,6 +27,7 @@ def dot_product_attention(
     score=None,
     precision=None,
     deterministic_gradients=False,
+    forward_mode=False,
     implementation=None,
     config=None,
     return_residual=False,
@@ -59,7 +60,10 @@ def dot_product_attention(
       score: a `pallas_fa.scores.Score`, any other function of the logits; its arrays get gradients.
       precision: of the matmuls, as in JAX; honoured by 'xla' and 'reference'.
       deterministic_gradients: gradients bitwise equal from run to run on one device.
-      implementation: 'mosaic_gpu' (kernels for NVIDIA Hopper), 'xla' (any platform), 'reference' (dense, for tests; also
+      forward_mode: True where `jax.jvp` (`jax.jacfwd`, `jax.linearize`, `jax.hessian`) goes through the call; without it JAX
+        raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function". Values still come from the
+        implementation; tangents, and here gradients too, from XLA in O(T) memory, in any order.
+      implementation: 'mosaic_gpu' (kernels for NVIDIA Hopper), 'xla' (any platform), 'reference' (dense, for tests; always
         differentiates forward-mode), a tuple of names to try in order, or None: the fastest that can do the call.
       config: tiles of the kernels, for tuning; None for the library's tables.
       return_residual: also return the log-sum-exp of the masked logits.
@@ -89,6 +93,7 @@ def dot_product_attention(
         score=score,
         precision=precision,
         deterministic_gradients=deterministic_gradients,
+        forward_mode=forward_mode,
         config=config,
     )
     out, lse = explicit_axes.run(_attend, arguments, implementation=implementation)
@@ -105,9 +110,10 @@ def attend(problem: Problem, operands: Operands, implementation: Any) -> tuple[A
     if chosen.name == "reference":
         out, lse = reference.attention(problem, *operands)
     else:
-        from pallas_fa import vjp
+        from pallas_fa import jvp, vjp
 
-        out, lse = vjp.attention(chosen, problem, *operands)
+        derivatives = jvp if problem.forward_mode else vjp
+        out, lse = derivatives.attention(chosen, problem, *operands)
     out, lse = (x.reshape(problem.dims.batch + x.shape[1:]) for x in (out, lse))
     return out, lse
 

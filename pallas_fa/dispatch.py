@@ -81,7 +81,7 @@ def _remark(chosen, problem, dropout):
         return ""
     from pallas_fa.mosaic_gpu.backward import supports_backward
 
-    reason = supports_backward(problem)
+    reason = "forward_mode=True" if problem.forward_mode else supports_backward(problem)
     gradients = f"; xla computes its gradients, because {reason}" if reason else ""
     return gradients if support.cuda_devices() else f" where it is lowered for a CUDA GPU{gradients}"
 

@@ -31,6 +31,7 @@ class Problem:
     score: scores.Score | None
     precision: Any = None
     deterministic_gradients: bool = False
+    forward_mode: bool = False
     config: Any = None
 
     @property
@@ -72,6 +73,7 @@ def normalise(
     score=None,
     precision=None,
     deterministic_gradients=False,
+    forward_mode=False,
     config=None,
     whole: Callable[[Dims], Dims] = lambda dims: dims,
 ) -> tuple[Problem, Operands]:
@@ -82,7 +84,12 @@ def normalise(
     """
     q, k, v = (_float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     dims = _check_shapes(q, k, v)
-    for name, flag in (("is_causal", is_causal), ("deterministic_gradients", deterministic_gradients)):
+    flags = (
+        ("is_causal", is_causal),
+        ("deterministic_gradients", deterministic_gradients),
+        ("forward_mode", forward_mode),
+    )
+    for name, flag in flags:
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{name}={flag!r} must be True or False, known while tracing.")
 
@@ -111,6 +118,7 @@ def normalise(
         score=abstract(bound_score),
         precision=_precision(precision),
         deterministic_gradients=bool(deterministic_gradients),
+        forward_mode=bool(forward_mode),
         config=config,
     )
     q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))

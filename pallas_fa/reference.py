@@ -18,14 +18,7 @@ def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: A
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
     b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
     x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
-
-    top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
-    p = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    empty = total == 0  # a row with nothing to attend to: weights 0, log-sum-exp -inf, gradients 0
-    total = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-    return p / total, lse[..., 0]
+    return tile.softmax(x)
 
 
 def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:

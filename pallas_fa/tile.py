@@ -34,6 +34,16 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
     return jnp.where(ok, x, -jnp.inf), ok
 
 
+def softmax(x: Any) -> tuple[Any, Any]:
+    """(weights, log-sum-exp) of whole rows, for derivatives of any order; 0 and -inf for rows that attend to nothing."""
+    top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
+    p = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    return p / total, jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
+
+
 def softmax_start(shape: tuple[int, ...], dtype: Any) -> Softmax:
     """Statistics of rows that have seen no logits yet."""
     return Softmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))

@@ -49,12 +49,12 @@ def precision_of(case: Case) -> Any:
     return jax.enable_x64(True) if case.dtype == "float64" else contextlib.nullcontext()
 
 
-def library(inputs: Inputs, implementation: str | None) -> Any:
-    """The library on `inputs` as a function (q, k, v, arrays) -> (out, lse)."""
+def library(inputs: Inputs, implementation: str | None, **options: Any) -> Any:
+    """The library on `inputs`, with more `options`, as a function (q, k, v, arrays) -> (out, lse)."""
 
     def attention(q, k, v, arrays):
-        keywords = inputs.keywords(arrays)
-        return pallas_fa.dot_product_attention(q, k, v, **keywords, implementation=implementation, return_residual=True)
+        keywords = dict(**inputs.keywords(arrays), implementation=implementation, **options)
+        return pallas_fa.dot_product_attention(q, k, v, **keywords, return_residual=True)
 
     return attention
 
@@ -108,11 +108,12 @@ def truth(case: Case) -> dict[str, np.ndarray]:
     return {"out": found.out, "lse": found.lse, **found.gradients}
 
 
-def errors(case: Case, implementation: str, gradients: bool) -> list[Error]:
+def errors(case: Case, implementation: str, gradients: bool, **options: Any) -> list[Error]:
     """The error of each result of `implementation` on `case`, beside what it may be."""
     inputs = case.inputs()
     with precision_of(case):
-        run, run_plain = (runner(f, inputs, gradients) for f in (library(inputs, implementation), plain(inputs)))
+        both = library(inputs, implementation, **options), plain(inputs)
+        run, run_plain = (runner(f, inputs, gradients) for f in both)
         got = run(inputs.d_out, inputs.d_lse)
         base = {} if case.dtype in RELATIVE else run_plain(inputs.d_out, inputs.d_lse)
     few = [name for name, x in got.items() if name not in ("out", "lse") and x.size < FEW] if base else []
@@ -149,6 +150,30 @@ def _errors_of_few(case, implementation, inputs, names, run, run_plain):
         relative = lambda x, want=want, size=size: rms(x - want) / size
         few = dict(size=1.0, dtype=dtype, factor=FACTOR_OF_FEW)
         found.append(_error(case, implementation, name, relative(got), relative(base), zero, **few))
+    return found
+
+
+def tangent_errors(case: Case, implementation: str) -> list[Error]:
+    """As `errors`, of the tangents of out and lse where all float arguments move."""
+    inputs = case.inputs()
+    rng = np.random.default_rng(0)
+    named = dict(zip(("query", "key", "value"), inputs.qkv, strict=True)) | inputs.arrays
+    dots = {name: np.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in named.items()}
+    want = dict(zip(("out", "lse"), oracle.tangents(inputs, dots), strict=True))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def along(attention, x, dots):
+        arguments = lambda x: (x["query"], x["key"], x["value"], {name: x[name] for name in inputs.arrays})
+        return jax.jvp(attention, arguments(x), arguments(dots))[1]
+
+    with precision_of(case):
+        got = along(library(inputs, implementation, forward_mode=True), named, dots)
+        base = (None, None) if case.dtype in RELATIVE else along(plain(inputs), named, dots)
+    found = []
+    for (name, truth), x, plain_x, like in zip(want.items(), got, base, (inputs.qkv[0], inputs.d_lse), strict=True):
+        assert x.dtype == like.dtype and x.shape == truth.shape and np.isfinite(x).all(), f"tangent of {name}; {case}"
+        plain_x = None if plain_x is None else np.asarray(plain_x)
+        found.append(_error(case, implementation, f"{name}_dot", np.asarray(x), plain_x, truth))
     return found
 
 

@@ -20,9 +20,9 @@ hypothesis.settings.load_profile("default")
 @pytest.fixture
 def small_chunks(monkeypatch):
     """xla works in chunks of 64 x 64, so that small cases have several, the last ones overlapping."""
-    from pallas_fa import xla
+    from pallas_fa import chunks
 
-    monkeypatch.setattr(xla, "_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(chunks, "_CHUNK_LOGITS", 1)
 
 
 @pytest.fixture
@@ -36,15 +36,30 @@ def check(record_property):
     """Asserts that an implementation is accurate on a case, and records by how much."""
     from tests import accuracy
 
-    def check(case, implementation, gradients):
-        found = accuracy.errors(case, implementation, gradients)
-        for e in found:
-            key = f"{implementation or 'default'} {'backward' if gradients else 'forward'} {case.dtype}"
-            record_property(f"error {key}", (e.result, e.max, e.max_limit, e.mean, e.mean_limit))
-        wrong = [str(e) for e in found if not (e.max <= e.max_limit and e.mean <= e.mean_limit)]
-        assert not wrong, "\n".join(wrong)
+    def check(case, implementation, gradients, **options):
+        found = accuracy.errors(case, implementation, gradients, **options)
+        _check_errors(found, "backward" if gradients else "forward", record_property)
 
     return check
+
+
+@pytest.fixture
+def check_tangents(record_property):
+    """Asserts that the tangents of an implementation are accurate on a case, and records by how much."""
+    from tests import accuracy
+
+    def check(case, implementation):
+        _check_errors(accuracy.tangent_errors(case, implementation), "tangents", record_property)
+
+    return check
+
+
+def _check_errors(found, kind, record_property):
+    for e in found:
+        key = f"{e.implementation or 'default'} {kind} {e.case.dtype}"
+        record_property(f"error {key}", (e.result, e.max, e.max_limit, e.mean, e.mean_limit))
+    wrong = [str(e) for e in found if not (e.max <= e.max_limit and e.mean <= e.mean_limit)]
+    assert not wrong, "\n".join(wrong)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,6 +1,6 @@
-"""Float64 truth in NumPy: attention and its gradients, typed by hand, independent of the library and of JAX."""
+"""Float64 truth in NumPy: attention, its gradients and tangents, typed by hand, independent of the library and of JAX."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,31 +15,25 @@ class Truth(NamedTuple):
     gradients: dict[str, np.ndarray]
 
 
+class _Probabilities(NamedTuple):
+    """What gradients and tangents begin with: q, k and v in heads first, one key head for each query head, and P."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: float
+    taken: list[tuple[Any, np.ndarray, Any]]  # (step, its input, its array)
+    p: np.ndarray
+    lse: np.ndarray
+
+
 def attention(inputs: Inputs) -> Truth:
     """The definition: logits, score, mask, softmax; rows that attend to nothing give 0 and -inf."""
     case = inputs.case
     group = case.N // case.K
-    # [*B, length, heads, dim] -> [*B, heads, length, dim], key heads repeated for their queries
-    q, k, v, d_out = (_contiguous(np.swapaxes(x, -2, -3)) for x in (*inputs.qkv, inputs.d_out))
-    k, v = (np.repeat(x, group, axis=-3) for x in (k, v))
-    d_lse = np.swapaxes(inputs.d_lse.astype(np.float64), -1, -2)
-    t, s = np.arange(case.T)[:, None], np.arange(case.S)[None, :]
-    scale = case.H**-0.5 if inputs.score.scale is None else inputs.score.scale
-
-    x = scale * (q @ _contiguous(np.swapaxes(k, -1, -2)))
-    taken = []  # (step, its input, its array)
-    for step in inputs.score.steps:
-        array = None if step.name is None else step.view(inputs.arrays[step.name].astype(np.float64))
-        taken.append((step, x, array))
-        x = step.apply(np, x, array, t, s)
-    x = np.where(inputs.allowed, x, -np.inf)
-    with np.errstate(divide="ignore"):
-        top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
-        p = np.exp(x - np.where(np.isinf(top), 0, top))
-        total = p.sum(axis=-1, keepdims=True)
-        lse = (np.where(np.isinf(top), 0, top) + np.log(total))[..., 0]
-    p = p / np.where(total == 0, 1, total)
-    out = p @ v
+    q, k, v, scale, taken, p, lse = _probabilities(inputs)
+    d_out, d_lse = _heads_first(inputs.d_out), np.swapaxes(inputs.d_lse.astype(np.float64), -1, -2)
+    t, s = _positions(case)
 
     d_p = d_out @ _contiguous(np.swapaxes(v, -1, -2))
     delta = np.sum(p * d_p, axis=-1, keepdims=True)
@@ -56,7 +50,57 @@ def attention(inputs: Inputs) -> Truth:
     d_k, d_v = (_contiguous(np.swapaxes(a, -1, -2)) @ b for a, b in ((d_x, q), (p, d_out)))
     d_k, d_v = (g.reshape(*case.batch, case.K, group, *g.shape[-2:]).sum(axis=-3) for g in (d_k, d_v))
     gradients |= {"query": _back(d_q), "key": _back(d_k), "value": _back(d_v)}
-    return Truth(_back(out), np.swapaxes(lse, -1, -2), gradients)
+    return Truth(_back(p @ v), np.swapaxes(lse, -1, -2), gradients)
+
+
+def tangents(inputs: Inputs, dots: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The tangents of out and lse, where the arguments named in `dots` move by these."""
+    case = inputs.case
+    q, k, v, scale, taken, p, _ = _probabilities(inputs)
+    q_dot, k_dot, v_dot = (_heads_first(dots[name]) for name in ("query", "key", "value"))
+    k_dot, v_dot = (np.repeat(x, case.N // case.K, axis=-3) for x in (k_dot, v_dot))
+    t, s = _positions(case)
+
+    x_dot = scale * (q_dot @ np.swapaxes(k, -1, -2) + q @ np.swapaxes(k_dot, -1, -2))
+    for step, x, array in taken:
+        by_x, by_array = step.derivatives(x, array, t, s)
+        x_dot = by_x * x_dot
+        if step.name is not None:
+            x_dot = x_dot + by_array * step.view(dots[step.name].astype(np.float64))
+    lse_dot = np.sum(p * x_dot, axis=-1)
+    p_dot = p * (x_dot - lse_dot[..., None])
+    return _back(p_dot @ v + p @ v_dot), np.swapaxes(lse_dot, -1, -2)
+
+
+def _probabilities(inputs):
+    case = inputs.case
+    q, k, v = (_heads_first(x) for x in inputs.qkv)
+    k, v = (np.repeat(x, case.N // case.K, axis=-3) for x in (k, v))
+    t, s = _positions(case)
+    scale = case.H**-0.5 if inputs.score.scale is None else inputs.score.scale
+
+    x = scale * (q @ _contiguous(np.swapaxes(k, -1, -2)))
+    taken = []
+    for step in inputs.score.steps:
+        array = None if step.name is None else step.view(inputs.arrays[step.name].astype(np.float64))
+        taken.append((step, x, array))
+        x = step.apply(np, x, array, t, s)
+    x = np.where(inputs.allowed, x, -np.inf)
+    with np.errstate(divide="ignore"):
+        top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
+        p = np.exp(x - np.where(np.isinf(top), 0, top))
+        total = p.sum(axis=-1, keepdims=True)
+        lse = (np.where(np.isinf(top), 0, top) + np.log(total))[..., 0]
+    return _Probabilities(q, k, v, scale, taken, p / np.where(total == 0, 1, total), lse)
+
+
+def _positions(case):
+    return np.arange(case.T)[:, None], np.arange(case.S)[None, :]
+
+
+def _heads_first(x):
+    """[*B, length, heads, dim] -> [*B, heads, length, dim]"""
+    return _contiguous(np.swapaxes(x, -2, -3))
 
 
 def _back(x):

@@ -163,6 +163,7 @@ BAD = {
         TypeError,
         ("deterministic_gradients=None", "True or False"),
     ),
+    "forward_mode of 1": ({"forward_mode": 1}, TypeError, ("forward_mode=1", "True or False")),
     # sequence lengths
     "query lengths per position": (
         {"query_seq_lengths": ints(B, T)},

@@ -64,6 +64,27 @@ def test_memory_grows_with_the_length_not_with_its_square(name):
     assert large < 6 * small
 
 
+_forward_mode = _attention(is_causal=True, forward_mode=True)
+_FORWARD_MODE = {
+    "jvp": lambda x: jax.jvp(_forward_mode, x, x),
+    "reverse over forward": lambda x: jax.vjp(lambda *x: jax.jvp(_forward_mode, x, x)[1], *x)[1](x[0]),
+    "forward over reverse": lambda x: jax.jvp(lambda *x: jax.vjp(_forward_mode, *x)[1](x[0]), x, x),
+}
+
+
+@pytest.mark.parametrize("name", _FORWARD_MODE)
+def test_memory_of_forward_mode_grows_with_the_length(name):
+    """As above, and under 15% of one array of logits for Hessian-vector products too."""
+
+    def temporary_bytes(T):
+        x = (jax.ShapeDtypeStruct((1, T, 8, 64), jnp.float32),) * 3
+        return jax.jit(_FORWARD_MODE[name]).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    small, large = map(temporary_bytes, (2**12, 2**14))
+    assert large < 6 * small
+    assert large < 0.15 * (2**14) ** 2 * 8 * 4
+
+
 def test_broadcast_biases_and_masks_are_not_materialised():
     """A bias per head and key and a padding mask of keys, at T = S = 8192: not even T x S bytes more, for one head."""
     T, N = 8192, 8

@@ -43,6 +43,7 @@ def attention_fn(
     key_value_segment_ids=None,
     score=None,
     deterministic_gradients=False,
+    forward_mode=False,
     implementation=None,
     config=None,
 ):
@@ -109,6 +110,7 @@ def attention_fn(
         "score": score,
         "precision": precision,
         "deterministic_gradients": deterministic_gradients,
+        "forward_mode": forward_mode,
         "config": config,
     }
     dropout.check_rate(dropout_rate)
