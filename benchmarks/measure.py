@@ -8,11 +8,13 @@ once, after the last call: a stream runs its work in order, so the sum is the de
 call, since independent calls may overlap there. On a GPU, inputs that would stay in its cache are several sets in turn.
 """
 
+import contextlib
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -24,6 +26,9 @@ from benchmarks.workloads import Workload
 
 _CACHE_BYTES = 128 * 2**20  # more than any device's last-level cache: inputs in turn exceed it on a GPU
 _MAX_INPUT_SETS = 4
+_COMPILER = "benchmarks-compile"  # how the names of threads begin
+# Python traces one program at a time whatever we do: in turn, the first compiles while the others are traced.
+_TRACING = threading.Lock()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,19 +52,23 @@ class Compiled:
         raise NotImplementedError
 
     def _finish(self, function, *shapes):
-        start = time.perf_counter()
-        lowered = function.lower(*shapes)
-        middle = time.perf_counter()
+        with _TRACING:
+            start = time.perf_counter()
+            lowered = function.lower(*shapes)
+            middle = time.perf_counter()
         compiled = lowered.compile()
         self.trace_s, self.compile_s = middle - start, time.perf_counter() - middle
         analysis = compiled.memory_analysis()
-        for name in ("temp", "argument", "output"):
+        for name in ("temp", "argument", "output", "alias"):
             self.memory[name] = int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)
         self.run = compiled
 
 
-def compile_all(programs: Sequence[Compiled], threads: int, deadline: float) -> None:
-    """Compiles everything before anything is timed; what does not start by `deadline` says so."""
+def compile_all(programs: Sequence[Compiled], threads: int, deadline: float, give_up: float | None = None) -> None:
+    """Compiles everything before anything is timed; what does not start by `deadline` says so.
+
+    So does what is not ready by `give_up`. It can't be stopped: it goes on in its thread (`still_compiling`).
+    """
 
     def one(program):
         if time.monotonic() > deadline:
@@ -67,9 +76,23 @@ def compile_all(programs: Sequence[Compiled], threads: int, deadline: float) -> 
         else:
             program.compile()
 
-    with ThreadPoolExecutor(threads) as pool, progress.bar(len(programs), "compile") as bar:
-        for _ in pool.map(one, programs):
-            bar.update()
+    pool = ThreadPoolExecutor(threads, _COMPILER)
+    futures = {pool.submit(one, program): program for program in programs}
+    timeout = None if give_up is None else max(0.0, give_up - time.monotonic())
+    try:
+        with contextlib.suppress(TimeoutError), progress.bar(len(programs), "compile") as bar:
+            for _ in as_completed(futures, timeout):
+                bar.update()
+        for future, program in futures.items():
+            if not future.done():
+                program.error = "not compiled: it takes longer than the budget allows"
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def still_compiling() -> bool:
+    """Whether `compile_all` gave something up that goes on."""
+    return any(thread.name.startswith(_COMPILER) for thread in threading.enumerate())
 
 
 @dataclasses.dataclass
@@ -197,16 +220,16 @@ def input_sets(workload: Workload) -> list[tuple[dict[str, Any], Any]]:
 
 
 def take_turns(
-    others: list[Bound[Program]],
-    baseline: Bound[Program] | None,
+    others: list[Bound[Any]],
+    baseline: Bound[Any] | None,
     rounds: int,
     deadlines: tuple[float, float],
     after: Callable[[], object],
 ) -> dict[str, list[float]]:
     """Samples all: in each round the others in random order, each next to a sample of the baseline, in random order.
 
-    Returns, by name, baseline time over own time for each pair. Of the two deadlines (of time.monotonic) the first ends
-    the rounds once there are three, the second once there is one.
+    Returns, by the name of its program's implementation, baseline time over own time for each pair. Of the two
+    deadlines (of time.monotonic) the first ends the rounds once there are three, the second once there is one.
     """
     order = random.Random(0)
     ratios: dict[str, list[float]] = {b.program.implementation.name: [] for b in others}

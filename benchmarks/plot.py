@@ -1,7 +1,7 @@
 """Draws result rows: `python -m benchmarks.plot benchmarks/results/cpu/cpu.jsonl`. Reads rows, measures nothing.
 
 Workloads of one series (they differ in S) become lines of TFLOP/s against S; the others become bars of the time of the
-baseline over the own time.
+baseline over the own time. Rows of benchmarks/training.py are drawn by training_plot.py.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import rows
+from benchmarks import rows, training_plot
 
 
 def draw(found: list[rows.Row], path: Path) -> None:
@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", nargs="+", type=Path, help="JSONL files of one device")
     parser.add_argument("--out", type=Path, help="default: beside the first file, .png")
     args = parser.parse_args(argv)
-    draw(rows.read(args.rows), args.out or args.rows[0].with_suffix(".png"))
+    found, out = rows.read(args.rows), args.out or args.rows[0].with_suffix(".png")
+    training = found and found[0]["suite"].startswith("training")
+    (training_plot.draw if training else draw)(found, out)
 
 
 if __name__ == "__main__":

@@ -49,24 +49,27 @@ def compiled(program: Program) -> Row:
 
 def timed(bound: Bound[Program], ratios: list[float], baseline: str | None) -> Row:
     """What the samples say: times in milliseconds, TFLOP/s of the median, the median of the paired ratios."""
-    milliseconds = np.array(bound.wall) * 1e3
-    p50, p90 = np.percentile(milliseconds, [50, 90])
-    is_baseline = bound.program.implementation.name == baseline
-    row = {
-        "p50_ms": _rounded(p50),
-        "p90_ms": _rounded(p90),
-        "min_ms": _rounded(milliseconds.min()),
-        "tflops": _rounded(bound.program.workload.flops(bound.program.direction) / p50 / 1e9),
-        "samples": len(milliseconds),
-        "calls_per_sample": bound.calls,
-        "baseline": baseline,
-        "ratio": 1.0 if is_baseline else _rounded(np.median(ratios)) if ratios else None,
-    }
+    row = times(bound)
+    row["tflops"] = _rounded(bound.program.workload.flops(bound.program.direction) / row["p50_ms"] / 1e9)
+    row |= against(bound.program.implementation.name, ratios, baseline)
     if bound.dispatch_s is not None:
         row["dispatch_us"] = _rounded(bound.dispatch_s * 1e6)
     if jax.devices()[0].platform == "cpu":
         row["cpu_p50_ms"] = _rounded(np.median(bound.cpu) * 1e3)
     return row
+
+
+def times(bound: Bound[Any], repeats: int = 1) -> Row:
+    """Milliseconds of one of the `repeats` things that a call does."""
+    milliseconds = np.array(bound.wall) * 1e3 / repeats
+    p50, p90 = np.percentile(milliseconds, [50, 90])
+    row = {"p50_ms": _rounded(p50), "p90_ms": _rounded(p90), "min_ms": _rounded(milliseconds.min())}
+    return row | {"samples": len(milliseconds), "calls_per_sample": bound.calls}
+
+
+def against(name: str, ratios: list[float], baseline: str | None) -> Row:
+    """The median of the paired ratios; 1 for the baseline itself."""
+    return {"baseline": baseline, "ratio": 1.0 if name == baseline else _rounded(np.median(ratios)) if ratios else None}
 
 
 def accuracy(errors: dict[str, dict[str, float]], checked_rows: int) -> Row:
@@ -77,6 +80,11 @@ def accuracy(errors: dict[str, dict[str, float]], checked_rows: int) -> Row:
         values = [each[kind] for each in errors.values()]
         worst[f"{kind}_error"] = _finite(max(values)) if np.all(np.isfinite(values)) else None
     return worst | {"errors": rounded, "checked_query_rows": checked_rows}
+
+
+def rounded(row: Row) -> Row:
+    """Its floats to four digits."""
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
@@ -100,7 +108,12 @@ def table(rows: list[Row], baseline: str | None) -> str:
         ratio = row["error"] or (f"{row['ratio']:.2f}" if row.get("ratio") is not None else "")
         times = [f"{row['p50_ms']:.4g}", f"{row['p90_ms']:.4g}", f"{row['tflops']:.3g}"]
         lines.append([*start, row["implementation"], *times, _mib(row), error, ratio])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return aligned(lines)
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Cells in columns; the last one may be of any width."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
     return "\n".join("  ".join(c.ljust(n) for c, n in zip(line, [*widths, 0], strict=True)).rstrip() for line in lines)
 
 

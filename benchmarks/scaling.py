@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, measure, progress, rows
-from benchmarks.scaling_programs import Attention, Kernel, Link, Measured, Training
+from benchmarks.scaling_programs import Attention, Kernel, Link, Measured
+from benchmarks.training_program import Training
 from benchmarks.workloads import Workload, self_attention
 
 _RESULTS = Path(__file__).parent / "results"
@@ -104,7 +105,7 @@ class Runner:
 
     def group(self, programs: list[Measured]) -> list[rows.Row]:
         """All programs run once, then in turns."""
-        found = {id(p): _compiled(p) for p in programs}
+        found = {id(p): p.known() for p in programs}
         bounds, truth = [], None
         for program in programs:
             row = found[id(program)]
@@ -135,7 +136,7 @@ class Runner:
         for bound in bounds:
             found[id(bound.program)] |= _timed(bound, base) | state
             bound.program.release()
-        return [{name: _rounded(value) for name, value in row.items()} for row in found.values()]
+        return [rows.rounded(row) for row in found.values()]
 
 
 def max_error(results: dict[str, Any], truth: dict[str, Any]) -> float:
@@ -155,34 +156,15 @@ def max_error(results: dict[str, Any], truth: dict[str, Any]) -> float:
     return max(errors.values())
 
 
-def _compiled(program: Measured) -> rows.Row:
-    return {
-        "kind": program.kind,
-        "devices": program.devices,
-        **program.what(),
-        "trace_s": program.trace_s,
-        "compile_s": program.compile_s,
-        **{f"{name}_bytes": size for name, size in program.memory.items()},
-        "error": program.error,
-    }
-
-
 def _timed(bound: measure.Bound[Measured], base: measure.Bound[Measured] | None) -> rows.Row:
     """Times in milliseconds, of one hop or call; against one device, where the group has that of the same thing."""
     program = bound.program
-    seconds = np.array(bound.wall) / program.repeats
-    p50, p90 = np.percentile(seconds, [50, 90])
-    row = {"p50_ms": p50 * 1e3, "p90_ms": p90 * 1e3, "min_ms": seconds.min() * 1e3, "samples": len(seconds)}
-    row |= {"calls_per_sample": bound.calls, **program.figures(float(p50))}
+    row = rows.times(bound, program.repeats) | program.figures(float(np.median(bound.wall)) / program.repeats)
     if base is not None and isinstance(program, Attention):
         row["speedup"] = float(np.median(base.wall) / np.median(bound.wall))
     elif base is not None and isinstance(program, Training):  # each device has as much to do as the one alone
         row["speedup"] = float(np.median(base.wall) / np.median(bound.wall)) * program.devices
     return row
-
-
-def _rounded(value):
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def table(found: list[rows.Row]) -> str:

@@ -1,7 +1,8 @@
-"""What benchmarks/scaling.py measures on R devices of one host: links, kernels, attention to one sequence, training.
+"""What benchmarks/scaling.py measures on R devices of one host: links, kernels, attention to one sequence.
 
-Each program knows what it is (`what`), which arguments it runs on, and what follows from its time (`figures`). TFLOP/s
-are those of one device, of allowed pairs only, and sizes in bytes are those of one device.
+Training is in training_program.py. Each program knows what it is (`what`), which arguments it runs on, and what follows
+from its time (`figures`). TFLOP/s are those of one device, of allowed pairs only, and sizes in bytes are those of one
+device.
 """
 
 import dataclasses
@@ -20,10 +21,6 @@ import pallas_fa
 from benchmarks.measure import Compiled
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
-from models.data import Corpus
-from models.mesh import ONE_DEVICE, make_layout
-from models.step import init_state, make_optimizer, make_train_step
-from models.text import TextTask, model_config
 from pallas_fa.context_parallel import all_to_all_attention, from_zigzag, ring_attention, to_zigzag
 
 AXIS = "context"
@@ -41,6 +38,12 @@ class Measured(Compiled):
     def what(self) -> Row:
         """What tells this row from the others of its kind."""
         raise NotImplementedError
+
+    def known(self) -> Row:
+        """What is known of the program before it runs."""
+        row = {"kind": self.kind, "devices": self.devices, **self.what()}
+        row |= {"trace_s": self.trace_s, "compile_s": self.compile_s}
+        return row | {f"{name}_bytes": size for name, size in self.memory.items()} | {"error": self.error}
 
     def arguments(self) -> tuple[Any, ...]:
         """Random arguments, on the devices."""
@@ -190,62 +193,3 @@ class Attention(Measured):
 
     def figures(self, seconds: float) -> Row:
         return {"tflops": self.workload.flops(self.direction) / self.devices / seconds / 1e12}
-
-
-@functools.cache
-def _parameters(size: str) -> Any:
-    """Those of step 0, on the first device."""
-    return _task(size, "float32", 1, 2, ONE_DEVICE).init()
-
-
-def _task(size, dtype, batch, context, layout):
-    text = np.random.default_rng(0).integers(0, 256, 2**16 + context, np.uint8)
-    return TextTask(model_config(size, dtype, None, context), Corpus(text, text, "noise", 1), batch, 0, context, layout)
-
-
-@dataclasses.dataclass
-class Training(Measured):
-    """A training step of the GPT, data parallel: `batch` sequences of `context` tokens on each device."""
-
-    kind = "training"
-
-    size: str
-    batch: int
-    context: int
-    dtype: str
-    state: Any = None
-
-    def _compile(self):
-        batch = self.batch * self.devices
-        self._layout = ONE_DEVICE if self.devices == 1 else make_layout(f"data={self.devices}", batch, self.context)
-        self._task = _task(self.size, self.dtype, batch, self.context, self._layout)
-        self._optimizer = make_optimizer("adamw", 1e-4)
-        state = jax.eval_shape(lambda: init_state(self._task.init(), self._optimizer))
-        shardings = self._layout.shardings(state)
-        if shardings is not None:
-            placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            state = jax.tree.map(placed, state, shardings)
-        self._finish(make_train_step(self._task.loss, self._optimizer, shardings), state, self._task.batch(0))
-
-    def what(self) -> Row:
-        return {name: getattr(self, name) for name in ("size", "batch", "context", "dtype")}
-
-    def arguments(self) -> tuple[Any, ...]:
-        params = jax.tree.map(jnp.copy, _parameters(self.size))  # a step consumes its state
-        self.state = self._layout.state(init_state(self._layout.state(params), self._optimizer))
-        step = self.run
-        assert step is not None
-
-        def advance(batch):
-            self.state, metrics = step(self.state, batch)
-            return metrics
-
-        self.run = advance
-        return (self._task.batch(0),)
-
-    def figures(self, seconds: float) -> Row:
-        return {"tokens_per_s": self.batch * self.devices * self.context / seconds}
-
-    def release(self) -> None:
-        super().release()
-        self.state = None

@@ -48,7 +48,8 @@ class TextTask:
         validation_bytes: int,
         layout: Layout = ONE_DEVICE,
     ):
-        config = dataclasses.replace(config, attention=layout.attention)
+        if layout.mesh is not None:  # on one device, the config's own attention stays
+            config = dataclasses.replace(config, attention=layout.attention)
         self.config, self.corpus, self.seed, self.layout = config, corpus, seed, layout
         self.batch_size = batch
         self.items_per_step = batch * config.context
