@@ -168,7 +168,7 @@ class GPT(nnx.Module):
         if positions is None:
             start = 0 if cache is None else cache.length
             positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        x = self.embedding(tokens)  # [B,T,D]
+        x = self._embedded(tokens)
         keys, values = [], []
         for layer, block in enumerate(self.blocks):
             past = None if cache is None else (cache.key[layer], cache.value[layer])
@@ -179,3 +179,13 @@ class GPT(nnx.Module):
         if cache is not None:
             cache = KVCache(jnp.stack(keys), jnp.stack(values), cache.length + tokens.shape[1])
         return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        """int [B,T] -> [B,T,D], by a matmul with one-hot rows.
+
+        The gradient of a lookup adds up row by row, in no fixed order on a GPU, and slowly: with 256 tokens, most
+        additions wait for others.
+        """
+        one_hot = jax.nn.one_hot(tokens, self.config.vocab, dtype=self.config.dtype)
+        table = self.embedding.embedding[...].astype(self.config.dtype)
+        return jnp.matmul(one_hot, table, precision=jax.lax.Precision.HIGHEST)  # the table's very numbers
