@@ -23,6 +23,7 @@ from pallas_fa.mosaic_gpu.config import BackwardConfig, Config, backward_configs
 from pallas_fa.problem import normalise
 from tests import cases
 from tests.cases import Case
+from tests.lowering import kernels
 
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 WIDE = dataclasses.replace(BASE, H=128, Hv=128)
@@ -184,7 +185,7 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
 # ---- lowering ----
 
 
-def kernels(case, **keywords):
+def lower_backward(case, **keywords):
     """How many GPU kernels are in the lowered backward of a case, or the reason why there are none."""
     inputs = case.inputs()
 
@@ -198,8 +199,7 @@ def kernels(case, **keywords):
     B, T, N = inputs.d_lse.reshape(-1, *inputs.d_lse.shape[-2:]).shape
     like = functools.partial(jax.ShapeDtypeStruct, (B, T, N, case.Hv), inputs.d_out.dtype)
     rows = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    lowered = jax.jit(fn).trace(*inputs.qkv, inputs.arrays, like(), rows, like(), rows)
-    return lowered.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+    return kernels(fn, *inputs.qkv, inputs.arrays, like(), rows, like(), rows)
 
 
 LOWERED = Case(200, 300, dtype="bfloat16", N=4, K=2, H=64, Hv=64, batch=(2,))
@@ -208,13 +208,13 @@ LOWERED = Case(200, 300, dtype="bfloat16", N=4, K=2, H=64, Hv=64, batch=(2,))
 @pytest.mark.parametrize("mask", cases.MASKS)
 def test_every_mask_lowers(mask):
     batch = (2, 3) if "partial" in mask else (2,)
-    assert kernels(dataclasses.replace(LOWERED, mask=mask, batch=batch)) == 1
+    assert lower_backward(dataclasses.replace(LOWERED, mask=mask, batch=batch)) == 1
 
 
 @pytest.mark.parametrize("score", cases.SCORES)
 def test_every_score_lowers(score):
     batch = (2, 3) if "partial" in score else (2,)
-    assert kernels(dataclasses.replace(LOWERED, mask="causal", score=score, batch=batch)) in (1, 2)
+    assert lower_backward(dataclasses.replace(LOWERED, mask="causal", score=score, batch=batch)) in (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,14 @@ def test_every_score_lowers(score):
     [(8, 8, 1), (72, 72, 1), (128, 128, 1), (64, 128, 1), (128, 64, 1), (192, 128, 3), (256, 256, 3), (136, 24, 3)],
 )
 def test_every_head_dim_lowers(H, Hv, count):
-    assert kernels(dataclasses.replace(LOWERED, mask="causal", H=H, Hv=Hv)) == count
-    assert kernels(dataclasses.replace(LOWERED, mask="dense", score="bias", H=H, Hv=Hv)) == count
+    assert lower_backward(dataclasses.replace(LOWERED, mask="causal", H=H, Hv=Hv)) == count
+    assert lower_backward(dataclasses.replace(LOWERED, mask="dense", score="bias", H=H, Hv=Hv)) == count
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 7), (799, 3), (239, 1), (1023, 1024)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_length_lowers(T, S, dtype):
-    assert kernels(dataclasses.replace(LOWERED, T=T, S=S, mask="causal", dtype=dtype, batch=())) == 1
+    assert lower_backward(dataclasses.replace(LOWERED, T=T, S=S, mask="causal", dtype=dtype, batch=())) == 1
 
 
 @pytest.mark.parametrize("gives", [("dk", "dv", "dq"), ("dk", "dv"), ("dq",)])
@@ -238,15 +238,15 @@ def test_every_config_lowers(gives, H):
     deterministic = gives != ("dk", "dv", "dq")
     for config in backward_configs(gives, H, H, grouped=False):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
-        assert kernels(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
+        assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )
 
 
 def test_deterministic_gradients_take_passes_without_additions():
-    assert kernels(dataclasses.replace(LOWERED, mask="causal"), deterministic_gradients=True) == 2
+    assert lower_backward(dataclasses.replace(LOWERED, mask="causal"), deterministic_gradients=True) == 2
     with pytest.raises(NotImplementedError, match="in no fixed order"):
-        kernels(dataclasses.replace(LOWERED, score="bias_shared"), deterministic_gradients=True)
+        lower_backward(dataclasses.replace(LOWERED, score="bias_shared"), deterministic_gradients=True)
 
 
 def test_every_table_config_has_registers_and_memory():
@@ -260,4 +260,4 @@ def test_every_table_config_has_registers_and_memory():
 def test_a_custom_mask_and_score_lower():
     mask = masks.Custom(lambda b, n, t, s: (t + s) % 3 == 0) | masks.Window(10, 10)
     score = scores.Custom(lambda x, b, n, t, s: jax.nn.relu(x) + jnp.where(t > s, x, 0.0))
-    assert kernels(LOWERED, mask=mask, score=score) == 1
+    assert lower_backward(LOWERED, mask=mask, score=score) == 1

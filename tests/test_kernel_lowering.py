@@ -17,16 +17,11 @@ from pallas_fa import masks, scores
 from pallas_fa.mosaic_gpu.config import Config, ForwardConfig, forward_configs
 from tests import cases
 from tests.cases import Case
+from tests.lowering import kernels
 
 BASE = Case(200, 300, dtype="bfloat16", N=4, K=2, H=64, Hv=64, batch=(2,))
 HEAD_DIMS = ((8, 8), (64, 64), (72, 72), (128, 128), (192, 128), (64, 128), (128, 64), (256, 256), (136, 24))
 LENGTHS = ((1, 1), (1, 7), (64, 64), (799, 3), (239, 1), (1023, 1024), (4096, 4096))
-
-
-def kernels(fn, *args):
-    """How many GPU kernels are in the program that `fn` lowers to."""
-    lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("custom_call @mosaic_gpu")
 
 
 def lower_forward(case, **keywords):

@@ -25,21 +25,18 @@ from pallas_fa.scores import float_arrays
 
 def supports_backward(problem: Problem) -> str | None:
     """None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason why not."""
-    reasons = []
     for gives in passes(problem):
         plans = Plan.candidates(problem, gives, interpret=False)
         if not plans:
             return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
         if min(plan.shared_memory() for plan in plans) > SHARED_MEMORY:
-            reasons.append("the arrays of the mask and the score need more shared memory than the backward kernel has")
-        reasons += [array.why_not() for array in plans[0].arrays]
+            return "the arrays of the mask and the score need more shared memory than the backward kernel has"
         if problem.deterministic_gradients and any(_has_many_terms(plans[0], i) for i in plans[0].added):
-            reasons.append(
+            return (
                 "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads"
                 " in no fixed order, so it can't do them with deterministic_gradients=True"
             )
-    reasons += [_why_not_score(problem), _why_not_mask(problem)]
-    return next((reason for reason in reasons if reason is not None), None)
+    return _why_not_score(problem)
 
 
 def _has_many_terms(plan, i):
@@ -47,29 +44,13 @@ def _has_many_terms(plan, i):
     return (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
 
 
-def _tile_of(x, dtype=None):
-    return jax.ShapeDtypeStruct((64, 64), dtype or x.dtype)
-
-
 def _why_not_score(problem):
     if problem.score is None:
         return None
-    x, i = _tile_of(None, jnp.float32), _tile_of(None, jnp.int32)
-    score = jax.tree.map(_tile_of, problem.score)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return _because("score", elementwise.why_not(score_pullback, x, x, scalar, scalar, i, i, score))
-
-
-def _why_not_mask(problem):
-    if problem.mask is None:
-        return None
-    i, scalar = _tile_of(None, jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    mask = jax.tree.map(_tile_of, problem.mask)
-    return _because("mask", elementwise.why_not(lambda m, *index: m.allowed(*index), mask, scalar, scalar, i, i))
-
-
-def _because(what, reason):
-    return reason and f"the {what} can't run in the backward kernel: {reason}"
+    x, i, scalar = (jax.ShapeDtypeStruct(*like) for like in (((64, 64), "float32"), ((64, 64), "int32"), ((), "int32")))
+    score = jax.tree.map(lambda array: jax.ShapeDtypeStruct(x.shape, array.dtype), problem.score)
+    reason = elementwise.why_not(score_pullback, x, x, scalar, scalar, i, i, score)
+    return reason and f"the score can't run in the backward kernel: {reason}"
 
 
 def backward(
@@ -112,11 +93,10 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
     added = [jax.new_ref(jnp.zeros(shape, jnp.float32)) for shape in shapes]
     section = 1 if mask is None else schedule.section(dims.B * plan.heads, c.head_section)
     inputs = dict(dq=q, dk=k, dv=v)
-    names = [name for name in plan.gives if not (plan.fused and name == "dq")]
     results = plgpu.kernel(
         functools.partial(kernel, plan, section),
         out_type=(
-            *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in names),
+            *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in plan.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in plan.summed),
         ),
         grid=(dims.B * plan.heads * plan.blocks,),  # one axis: only the first of CUDA's three may pass 65535
@@ -126,13 +106,15 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
         scratch_types=plan.scratch(),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
     )(*((k, v, q, d_out) if plan.by_keys else (q, d_out, k, v)), start, delta, *arrays, *added)
-    found = dict(zip(names, results, strict=False))
+    found = dict(zip(plan.stored, results, strict=False))
     added = [jax.freeze(ref) for ref in added]
     if plan.fused:
         dq = added.pop(0)
         dq = dq.sum(axis=0) if plan.interpret else dq
         found["dq"] = (dq[:, : dims.T, :, : problem.H] * problem.scale).astype(problem.dtype)
-    by_array = dict(zip(plan.summed, results[len(names) :], strict=True)) | dict(zip(plan.added, added, strict=True))
+    by_array = dict(zip(plan.summed, results[len(plan.stored) :], strict=True)) | dict(
+        zip(plan.added, added, strict=True)
+    )
     for number, (i, x) in enumerate(zip(plan.float_arrays, float_arrays(score), strict=True)):
         if i in by_array:
             found[number] = _array_gradient(plan, i, by_array[i], x)

@@ -37,7 +37,6 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
     queue = list(refs)
     take = lambda count: [queue.pop(0) for _ in range(count)]
     own_a, own_b, other_a, other_b, start, delta = take(6)
-    names = [name for name in plan.gives if not (plan.fused and name == "dq")]
     return Refs(
         own_a,
         own_b,
@@ -49,7 +48,7 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
         visit_table=None if work.known_visits(plan) else queue.pop(0),
         dq_sums=queue.pop(0) if plan.fused else None,
         added=dict(zip(plan.added, take(len(plan.added)), strict=True)),
-        gradients=dict(zip(names, take(len(names)), strict=True)),
+        gradients=dict(zip(plan.stored, take(len(plan.stored)), strict=True)),
         summed=dict(zip(plan.summed, queue, strict=True)),
     )
 

@@ -102,6 +102,11 @@ class Plan:
         return self.by_keys and "dq" in self.gives
 
     @property
+    def stored(self) -> tuple[str, ...]:
+        """The gradients that are stored; dQ of the fused pass is added up instead."""
+        return tuple(name for name in self.gives if not (self.fused and name == "dq"))
+
+    @property
     def gives_a(self) -> bool:
         """Whether the gradient of `own_a`, dS times `other_a`, is summed up in registers."""
         return self.gives != ("dv",)
@@ -259,32 +264,32 @@ class Plan:
         if self.interpret:
             for name, tiles in (("a", self.own_a), ("b", self.own_b)):
                 scratch[f"d_{name}_stand_in"] = plgpu.SMEM((c.compute_wgs, tiles.chunks, 64, tiles.chunk), _F32)
-            for name, (_, count, arriving, _) in self._barriers().items():
-                scratch[f"{name}_mbarrier"] = plgpu.Barrier(num_arrivals=arriving, num_barriers=count)
+            for name, (_, count, arrivals) in self._barriers().items():
+                scratch[f"{name}_mbarrier"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return scratch
 
     def _barriers(self):
-        """Names -> (first number, how many, warps or warpgroups that arrive, (threads that arrive, that wait))."""
-        c, wg, warp = self.config, 128, 32
+        """Names -> (barrier, how many of them, warps or warpgroups that arrive on each)."""
+        c, warpgroup, warp = self.config, 128, 32
         wgs = c.compute_wgs
-        counts = dict(
-            wgs_meet=(1, wgs, (wg * wgs, 0)),
-            other_a_free=(c.stages[0], wgs, (wg * wgs, warp)),
-            other_b_free=(c.stages[1], wgs, (wg * wgs, warp)),
+        counts = dict(  # (how many, who arrives, their threads, threads that wait)
+            wgs_meet=(1, wgs, warpgroup * wgs, 0),
+            other_a_free=(c.stages[0], wgs, warpgroup * wgs, warp),
+            other_b_free=(c.stages[1], wgs, warpgroup * wgs, warp),
         )
         if self.fused:
-            counts |= dict(dq_ready=(wgs, 1, (wg, warp)), dq_free=(wgs, 1, (warp, wg)))
+            counts |= dict(dq_ready=(wgs, 1, warpgroup, warp), dq_free=(wgs, 1, warp, warpgroup))
         first, barriers = FIRST_FREE, {}
-        for name, (count, arriving, threads) in counts.items():
-            barriers[name] = first, count, arriving, threads
+        for name, (count, arrivals, arriving, waiting) in counts.items():
+            barriers[name] = NamedBarrier(first, arriving, waiting, meeting=name == "wgs_meet"), count, arrivals
             first += count
         return barriers
 
     def barriers(self, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
         """The barriers between warpgroups, by name."""
         return {
-            name: NamedBarrier(first, arriving, waiting, scratch.get(f"{name}_mbarrier"), name == "wgs_meet")
-            for name, (first, _, _, (arriving, waiting)) in self._barriers().items()
+            name: dataclasses.replace(barrier, mbarrier=scratch.get(f"{name}_mbarrier"))
+            for name, (barrier, _, _) in self._barriers().items()
         }
 
 
