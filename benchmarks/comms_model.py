@@ -114,28 +114,37 @@ class Estimate:
     compute: float
     communication: float
     overlapping: bool  # whether the two can go on at the same time
+    exposed: float = 0.0  # further communication, with nothing to compute under it
 
     @property
     def best(self) -> float:
         together = max if self.overlapping else lambda *parts: sum(parts)
-        return together(self.compute, self.communication)
+        return together(self.compute, self.communication) + self.exposed
 
     @property
     def worst(self) -> float:
         """Nothing overlaps."""
-        return self.compute + self.communication
+        return self.compute + self.communication + self.exposed
 
 
 def ring(rates: Rates, S: int, R: int, direction: str, network: Network | None = None) -> Estimate:
     """In zigzag order: in each of R hops a device computes two pairs of blocks of S / 2R tokens, under which keys travel.
 
-    In the forward they travel R - 1 times, in the backward, with the gradients that come home, R times.
+    They travel R - 1 times. In the backward their gradients then go home.
     """
-    sent = hop_bytes(rates, S, R, direction)
-    hop = rates.ring(sent)
-    if network and R > network.devices:
-        hop = max(hop, network.seconds(sent))  # all wait for the slowest link
-    return Estimate(R * 2 * rates.pair[direction](S / R / 2), (R - (direction == "forward")) * hop, overlapping=True)
+
+    def hop(sent):
+        seconds = rates.ring(sent)
+        return max(seconds, network.seconds(sent)) if network and R > network.devices else seconds  # the slowest link
+
+    home = hop(home_bytes(rates, S, R)) if direction == "backward" else 0.0
+    travel = (R - 1) * hop(hop_bytes(rates, S, R, direction))
+    return Estimate(R * 2 * rates.pair[direction](S / R / 2), travel, overlapping=True, exposed=home)
+
+
+def home_bytes(rates: Rates, S: int, R: int) -> float:
+    """What each device sends last: the gradients of keys and values, summed up and rounded."""
+    return 2 * (S / R) * rates.K * rates.H * rates.itemsize
 
 
 def hop_bytes(rates: Rates, S: int, R: int, direction: str) -> float:

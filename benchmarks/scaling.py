@@ -196,7 +196,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--devices", type=int, default=jax.device_count(), help="up to how many (default: all, %(default)s here)")
     add("--only", nargs="+", choices=_KINDS, default=_KINDS, metavar="KIND", help=f"of {', '.join(_KINDS)}")
     add("--rounds", type=int, default=5, help="samples of each program (default: %(default)s)")
-    add("--target-ms", type=float, default=20.0, help="least length of a sample (default: %(default)s)")
+    add(
+        "--target-ms",
+        type=float,
+        default=300.0,
+        help="least length of a sample (default: %(default)s; calls on several devices start slowly)",
+    )
     add("--budget-seconds", type=float, default=230.0, help="wall-clock limit, kept to within a call or a compilation")
     add("--compile-threads", type=int, default=1 if on_cpu else min(16, os.cpu_count() or 1))
     add("--commit", help="recorded where this is no git repository")

@@ -41,14 +41,19 @@ def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, sc
     following = ring.rotate(keys)
     out, lse = attend(problem, q, k, v, score, mask)
 
+    def see(hop, keys, seen):
+        problem, mask_of_hop = _after_the_first(ring, mask, hop)
+        return merged(seen, Seen(*attend(problem, q, *unbundle(keys), score, mask_of_hop)))
+
     def one_hop(hop, carry):
         keys, seen = _in_order(carry)
         following = ring.rotate(keys)  # travels while this hop is computed
-        problem, mask_of_hop = _after_the_first(ring, mask, hop)
-        return following, merged(seen, Seen(*attend(problem, q, *unbundle(keys), score, mask_of_hop)))
+        return following, see(hop, keys, seen)
 
     carry = following, Seen(out.astype(problem.acc_dtype), lse)
-    _, (out, lse) = lax.fori_loop(1, ring.size, one_hop, carry, unroll=ring.size <= _UNROLLED)
+    keys, (out, lse) = _in_order(_all_but_the_last(ring, one_hop, carry))
+    if ring.size > 1:
+        out, lse = see(ring.size - 1, keys, Seen(out, lse))
     return out.astype(problem.dtype), lse
 
 
@@ -62,24 +67,35 @@ def backward(
         d_q, d_k, d_v, _ = run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)
         return tuple(x.astype(problem.acc_dtype) for x in (d_q, d_k, d_v))
 
-    d_q, *d_keys = gradients(ring.problem, mask, (k, v))
+    def add(hop, keys, d_keys, d_q):
+        found = gradients(*_after_the_first(ring, mask, hop), keys)
+        d_q, *d_keys = (a + b for a, b in zip((d_q, *d_keys), found, strict=True))
+        return tuple(d_keys), d_q
 
     def one_hop(hop, carry):
         keys, d_keys, d_q = _in_order(carry)
         # The sums so far arrive while this hop's gradients are computed, and are added to them afterwards.
-        bundled, unbundle = bundle((keys, d_keys))
-        following, d_keys = unbundle(ring.rotate(bundled))
-        found = gradients(*_after_the_first(ring, mask, hop), keys)
-        d_q, *d_keys = (a + b for a, b in zip((d_q, *d_keys), found, strict=True))
-        return following, tuple(d_keys), d_q
+        following, arrived = _travel(ring, (keys, d_keys))
+        return following, *add(hop, keys, arrived, d_q)
 
-    bundled, unbundle = bundle((k, v))
-    carry = unbundle(ring.rotate(bundled)), tuple(d_keys), d_q
-    _, d_keys, d_q = lax.fori_loop(1, ring.size, one_hop, carry, unroll=ring.size <= _UNROLLED)
-    bundled, unbundle = bundle(d_keys)
-    d_k, d_v = unbundle(ring.rotate(bundled, 1 - ring.size))  # home
-    d_q, d_k, d_v = (x.astype(ring.problem.dtype) for x in (d_q, d_k, d_v))
-    return d_q, d_k, d_v
+    following = _travel(ring, (k, v))
+    d_q, *d_keys = gradients(ring.problem, mask, (k, v))
+    carry = _all_but_the_last(ring, one_hop, (following, tuple(d_keys), d_q))
+    keys, d_keys, d_q = _in_order(carry)
+    if ring.size > 1:
+        d_keys, d_q = add(ring.size - 1, keys, _travel(ring, d_keys), d_q)
+    d_q, *d_keys = (x.astype(ring.problem.dtype) for x in (d_q, *d_keys))
+    return d_q, *_travel(ring, tuple(d_keys), 1 - ring.size)  # home
+
+
+def _travel(ring, tree, hops=1):
+    bundled, unbundle = bundle(tree)
+    return unbundle(ring.rotate(bundled, hops))
+
+
+def _all_but_the_last(ring, one_hop, carry):
+    """Of the hops after the first, all but the last, in which no keys travel on."""
+    return lax.fori_loop(1, ring.size - 1, one_hop, carry, unroll=ring.size <= _UNROLLED)
 
 
 def _in_order(carry):
