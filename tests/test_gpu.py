@@ -6,6 +6,7 @@ On one GPU, several workers need `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 import dataclasses
 import functools
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,27 @@ def test_large_problems():
 def _last_window(b, n, t, s):
     t, s = t + 2**17 - 512, s + 2**17 - 2048
     return (s <= t) & (s >= t - 1000)
+
+
+@pytest.mark.parametrize("H", [64, 72, 128, 256])
+def test_memory_beside_operands_and_results(H):
+    """Forward and backward take out, log-sum-exp, dQ in float32 with H rounded up to 64, and four more floats a row."""
+    B, T, N = 2, 4096, 4
+    x = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    call = functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="mosaic_gpu")
+    gradients = jax.jit(lambda q, k, v, d_out: jax.vjp(call, q, k, v)[1](d_out)).lower(x, x, x, x).compile()
+    memory = gradients.memory_analysis()
+    assert memory is not None
+    allowed = B * T * N * (2 * H + 4 + 4 * (-(-H // 64) * 64) + 4 * 4) + 2**16
+    assert 0 < memory.temp_size_in_bytes <= allowed
+
+
+def test_a_kernel_compiles_in_seconds():
+    x = jax.ShapeDtypeStruct((1, 4000, 4, 128), jnp.bfloat16)
+    call = functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="mosaic_gpu")
+    start = time.perf_counter()
+    jax.jit(call).lower(x, x, x).compile()
+    assert time.perf_counter() - start < 8
 
 
 def test_the_default_on_hopper_is_the_kernel():

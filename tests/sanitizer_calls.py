@@ -1,0 +1,46 @@
+"""A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
+
+Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, odd lengths.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_fa
+
+_LENGTH = 300
+
+
+def _normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def _loss(q, k, v, bias, **keywords):
+    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", **keywords)
+    return (call(q, k, v, bias=bias).astype(jnp.float32) ** 2).sum()
+
+
+def main() -> None:
+    """Runs the calls, and prints a line after each."""
+    ids = jnp.arange(_LENGTH)[None] // 70
+    causal = {"is_causal": True}
+    calls = {
+        "full, H=128": (128, None, {}),
+        "causal, H=128": (128, None, causal),
+        "window, H=128": (128, None, causal | {"local_window_size": (100, 0)}),
+        "documents, H=64": (64, None, causal | {"query_segment_ids": ids, "key_value_segment_ids": ids}),
+        "bias, H=64": (64, _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
+        "causal, H=256": (256, None, causal),
+    }
+    for name, (H, bias, keywords) in calls.items():
+        q, k, v = (_normal(i, 1, _LENGTH, 2, H) for i in range(3))
+        run = jax.jit(jax.grad(functools.partial(_loss, **keywords), (0, 1, 2) if bias is None else (0, 1, 2, 3)))
+        jax.block_until_ready(run(q, k, v, bias))
+        print(f"ran: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
