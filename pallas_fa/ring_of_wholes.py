@@ -21,7 +21,7 @@ from pallas_fa.pytree import is_static_int
 if TYPE_CHECKING:
     from pallas_fa.ring import Ring
 
-_UNROLLED = 8  # hops, so that the compiler sees what of the next can be under way
+_UNROLLED = 4  # hops at most, so that the compiler sees what of the next can be under way; more would take more memory
 
 
 def does(ring: "Ring", score: Any, mask: Any, segments: Any) -> bool:

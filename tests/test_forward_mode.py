@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_fa
 from pallas_fa import masks, scores
 from tests.cases import Case, steeper_in, wave
-from tests.test_kernel_lowering import kernels
+from tests.lowering import kernels
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles much faster

@@ -42,6 +42,11 @@ def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 
 
+@pytest.mark.parametrize("case", WIDE_CASES[:8], ids=str)
+def test_tangents_at_the_kernels_values_are_accurate(case, check_tangents):
+    check_tangents(case, "mosaic_gpu")
+
+
 @pytest.mark.parametrize("case", WIDE_CASES[:3] + WIDE_CASES[8:9], ids=str)
 def test_a_thousand_reruns_are_bitwise_equal(case):
     inputs = case.inputs()
