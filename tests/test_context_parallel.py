@@ -14,7 +14,7 @@ from pallas_fa import masks, placement, scores
 from pallas_fa.context_parallel import all_to_all_attention, from_zigzag, ring_attention, to_zigzag
 from pallas_fa.problem import normalise
 from pallas_fa.ring import Ring
-from tests.test_kernel_lowering import kernels
+from tests.lowering import kernels
 from tests.test_sharding import close, collectives, compile
 
 B, T, N, K, H = 4, 32, 8, 2, 8
@@ -138,9 +138,34 @@ def test_ring_attention_is_attention(name, placement):
     check(name, ring_attention, 4, placement)
 
 
-@pytest.mark.parametrize(("size", "placement"), ((2, "zigzag"), (8, "zigzag"), (8, "contiguous")))
-def test_ring_of_any_size(size, placement):
-    check("alibi", ring_attention, size, placement)
+@pytest.mark.parametrize(
+    ("name", "size", "placement"),
+    (
+        ("alibi", 2, "zigzag"),
+        ("alibi", 8, "zigzag"),
+        ("alibi", 8, "contiguous"),
+        ("causal", 2, "zigzag"),
+        ("causal", 8, "zigzag"),
+        ("full", 2, "contiguous"),
+        ("full", 8, "contiguous"),
+    ),
+)
+def test_ring_of_any_size(name, size, placement):
+    check(name, ring_attention, size, placement)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_ring_of_one_device_is_attention(placement):
+    mesh = jax.make_mesh((1,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    ring = functools.partial(ring_attention, axis_name="ring", placement=placement, is_causal=True)
+    ring = jax.shard_map(ring, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"))
+    loss = lambda attend: lambda *qkv: jnp.sum(jnp.sin(attend(*qkv)))
+    qkv = tuple(tokens().values())
+    got, want = (
+        jax.grad(loss(attend), (0, 1, 2))(*qkv)
+        for attend in (ring, functools.partial(pallas_fa.dot_product_attention, is_causal=True))
+    )
+    close(got, want)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,6 +189,24 @@ def test_ring_attention_gathers_nothing(placement):
     compiled = compile(fn, *args)
     assert collectives(compiled) == {"collective-permute"}
     assert "f32[4,32," not in str(compiled.as_text())  # no device holds a whole sequence
+
+
+@pytest.mark.parametrize("mask", [{"is_causal": True}, {"is_causal": True, "local_window_size": (400, 0)}])
+def test_memory_falls_with_the_number_of_devices(mask):
+    """Of loops. What does not shrink are XLA's chunks of logits, which are small beside these shards."""
+    shape = (1, 4096, 1, 512)
+
+    def memory(size):
+        mesh = jax.make_mesh((size,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+        spec = P(None, "ring")
+        ring = functools.partial(ring_attention, axis_name="ring", placement="zigzag", implementation="xla", **mask)
+        gradient = jax.grad(
+            lambda q, k, v: jax.shard_map(ring, mesh=mesh, in_specs=spec, out_specs=spec)(q, k, v).sum()
+        )
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(8) < 0.6 * memory(4)
 
 
 def sharded_in_place(arrays, **static):

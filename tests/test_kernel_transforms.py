@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from tests.test_kernel_lowering import kernels
+from tests.lowering import kernels
 
 KEEP = jax.checkpoint_policies.save_only_these_names("pallas_fa_out", "pallas_fa_lse")
 

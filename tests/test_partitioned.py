@@ -20,7 +20,7 @@ from pallas_fa import dispatch, masks, partitioned, scores, xla
 from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare
 from pallas_fa.mesh_axes import PartOfAnAxis, axes_by_dim
 from pallas_fa.problem import normalise
-from tests.test_kernel_lowering import kernels
+from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
 
 B, T, S, H = 4, 24, 16, 8

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa import scores
-from tests.test_kernel_lowering import kernels
+from tests.lowering import kernels
 
 B, T, S, N, K, H = 4, 40, 40, 8, 4, 16
 FLOATS = ("query", "key", "value", "bias", "slopes")
