@@ -64,6 +64,7 @@ def backward(
     d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
     # The row sums of p * dp, had from `out` without a pass over the logits; the cotangent of lse enters beside them.
     delta = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1) - d_lse
+    delta = jnp.where(lse == -jnp.inf, 0, delta)  # of a row with nothing to attend to, whatever d_lse is there
     d_out = d_out.astype(matmul_dtype(problem))
     q, k, v = prepare(problem, q, k, v, mask)
     queries, keys = chunks.of_problem(problem)

@@ -74,7 +74,12 @@ def visit_table(plan: Plan, mask: Any) -> Any:
     """The visits of all shares: int32 [B|1, N|1, shares of a head, 4]."""
     parts = shares(plan)
     count = -(-plan.own_a.length * parts // plan.config.block)
-    return schedule.table(_found(plan, mask, parts), count, plan.blocks * parts)
+    found = schedule.table(_found(plan, mask, parts), count, plan.blocks * parts)
+    # A share without visits stands where its block starts, so that the block does not reach out for it.
+    of_blocks = found.reshape(*found.shape[:2], plan.blocks, parts, 4)
+    has_visits = of_blocks[..., :1] < of_blocks[..., 3:]
+    start = jnp.where(has_visits, of_blocks[..., :1], ranges.FAR).min(axis=3, keepdims=True)
+    return jnp.where(has_visits, of_blocks, jnp.where(start < ranges.FAR, start, 0)).reshape(found.shape)
 
 
 def _visits(plan, block, visit_table, n, share):

@@ -81,8 +81,7 @@ def table(found: Visits, blocks: int, rows: int) -> Any:
     columns = [jnp.asarray(x, jnp.int32) for x in found]
     shape = jnp.broadcast_shapes((1, 1, blocks), *(x.shape for x in columns))
     columns = jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1)
-    nothing = jnp.broadcast_to(columns[:, :, -1:, 3:], (*shape[:2], rows - blocks, 4))
-    return jnp.concatenate([columns, nothing], axis=2)
+    return jnp.pad(columns, ((0, 0), (0, 0), (0, rows - blocks), (0, 0)))
 
 
 def in_table(visit_table: Any, b: Any, n: Any, row: Any) -> Visits:
