@@ -51,6 +51,7 @@ class ImageTask:
 
     def logits(self, params: Params, images: jax.Array) -> jax.Array:
         """images [B,8,8,1] -> float32 [B,10]."""
+        params = self.layout.gathered(params, self.model.config.dtype)
         return cast(jax.Array, self.model.apply({"params": params}, images))
 
     def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:

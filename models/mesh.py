@@ -3,9 +3,11 @@
 `data` cuts the batch. `model` cuts the matrices (Shoeybi et al., arXiv 1909.08053): each device has some of the heads
 and of the MLP's hidden units, and what the devices add to the residual stream is summed, once after the attention and
 once after the MLP. `context` cuts the sequence, in zigzag order (pallas_fa/placement.py): all but the attention treats
-each token by itself. The rest lies on every device; an embedding of 256 bytes is not worth cutting. Optimizer state lies
-as its parameters do. Only places are said here: XLA finds the communication (jax.sharding.AxisType.Auto), except that of
-the attention (attention.py).
+each token by itself. The devices of both `data` and `context` use all of a matrix, but each keeps a part (Rajbhandari et
+al., arXiv 1910.02054): matrices are gathered for a step, in the dtype that it computes in, and their gradients' sums come
+back in parts, so that the optimizer's work is shared too. Its state lies as the parameters do. The rest lies on every
+device; an embedding of 256 bytes is not worth cutting. Only places are said here: XLA finds the communication
+(jax.sharding.AxisType.Auto), except that of the attention (attention.py).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ AXES = ("data", "context", "model")  # neighbours along the last talk most
 # The layers that `model` cuts, by the names they have in both models.
 BY_OUTPUTS = ("query", "key", "value", "gate", "up")  # kernel [D, heads or hidden, ...], bias [heads or hidden, ...]
 BY_INPUTS = ("out", "down")  # kernel [heads or hidden, ..., D], and a bias that is added once
+
+KEEPERS = "data and context"  # cut D of these kernels, between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Layout:
         return arrays if self.mesh is None else jax.device_put(arrays, NamedSharding(self.mesh, P(*axes)))
 
     def state(self, tree: Any) -> Any:
-        """Parameters, or a TrainState, cut over `model`."""
+        """Parameters, or a TrainState, in the parts that devices keep."""
         return tree if self.mesh is None else jax.device_put(tree, self.shardings(tree))
 
     def shardings(self, tree: Any) -> Any:
@@ -69,7 +73,39 @@ class Layout:
         mesh = self.mesh
         if mesh is None:
             return None
-        return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, partition(path)), tree)
+
+        def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
+            return NamedSharding(mesh, self._places(path, self._keepers(path, x.shape)))
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def gathered(self, params: Any, dtype: Any) -> Any:
+        """Parameters as a step uses them: matrices that devices keep parts of are gathered, in `dtype`."""
+        mesh = self.mesh
+        if mesh is None:
+            return params
+
+        def whole(path: tuple[Any, ...], x: Any) -> Any:
+            keepers = self._keepers(path, x.shape)
+            if not keepers:
+                return x
+            # Both places hold for the gradient too, on its way back: summed, and of the sums each keeper's part.
+            for axes in (keepers, ()):
+                x = jax.lax.with_sharding_constraint(x.astype(dtype), NamedSharding(mesh, self._places(path, axes)))
+            return x
+
+        return jax.tree_util.tree_map_with_path(whole, params)
+
+    def _keepers(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The axes over whose devices a parameter is kept in parts; none where each keeps all of it."""
+        axes = tuple(axis for axis in ("data", "context") if self.size(axis) > 1)
+        parts = math.prod(map(self.size, axes))
+        cut = [size for size, by in zip(shape, _cuts(path), strict=False) if by == KEEPERS and size % parts == 0]
+        return axes if cut else ()
+
+    @staticmethod
+    def _places(path: tuple[Any, ...], keepers: tuple[str, ...]) -> P:
+        return P(*((keepers or None) if by == KEEPERS else by for by in _cuts(path)))
 
     def after_step(self, results: Any) -> None:
         """Waits for the step on a mesh of CPU devices, and nowhere else.
@@ -84,13 +120,13 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-def partition(path: tuple[Any, ...]) -> P:
-    """How the parameter at this path is cut; also the optimizer's arrays for it, whose paths end alike."""
+def _cuts(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """What cuts the dims of the parameter at this path; also of the optimizer's arrays for it, whose paths end alike."""
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     layer, name = keys[-2:] if len(keys) > 1 else (None, None)
     if layer in BY_OUTPUTS:
-        return P(None, "model") if name == "kernel" else P("model")
-    return P("model") if layer in BY_INPUTS and name == "kernel" else P()
+        return (KEEPERS, "model") if name == "kernel" else ("model",)
+    return ("model", KEEPERS) if layer in BY_INPUTS and name == "kernel" else ()
 
 
 def parse_mesh(text: str) -> dict[str, int]:

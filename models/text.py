@@ -89,7 +89,7 @@ class TextTask:
         return self._losses(params, batch).mean()
 
     def _losses(self, params: Params, batch: Sequences) -> jax.Array:
-        model = nnx.merge(self.graph, params)
+        model = nnx.merge(self.graph, self.layout.gathered(params, self.config.dtype))
         logits, _ = model(batch.tokens.astype(jnp.int32), positions=batch.positions)  # [B,T,V]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))  # [B,T]
 

@@ -72,16 +72,21 @@ def backward(
         d_q, *d_keys = (a + b for a, b in zip((d_q, *d_keys), found, strict=True))
         return tuple(d_keys), d_q
 
-    def one_hop(hop, carry):
-        keys, d_keys, d_q = _in_order(carry)
-        # The sums so far arrive while this hop's gradients are computed, and are added to them afterwards.
-        following, arrived = _travel(ring, (keys, d_keys))
-        return following, *add(hop, keys, arrived, d_q)
-
     following = _travel(ring, (k, v))
     d_q, *d_keys = gradients(ring.problem, mask, (k, v))
-    carry = _all_but_the_last(ring, one_hop, (following, tuple(d_keys), d_q))
-    keys, d_keys, d_q = _in_order(carry)
+    sent, unbundle = bundle((following, tuple(d_keys)))  # the keys of the next hop, and the sums so far
+
+    def one_hop(hop, carry):
+        sent, d_q = _in_order(carry)
+        # The sums so far arrive while this hop's gradients are computed, and are added to them afterwards.
+        arrived = ring.rotate(sent)
+        keys, _ = unbundle(sent)
+        following, d_keys = unbundle(arrived)
+        d_keys, d_q = add(hop, keys, d_keys, d_q)
+        return bundle((following, d_keys))[0], d_q
+
+    sent, d_q = _in_order(_all_but_the_last(ring, one_hop, (sent, d_q)))
+    keys, d_keys = unbundle(sent)
     if ring.size > 1:
         d_keys, d_q = add(ring.size - 1, keys, _travel(ring, d_keys), d_q)
     d_q, *d_keys = (x.astype(ring.problem.dtype) for x in (d_q, *d_keys))

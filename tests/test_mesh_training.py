@@ -159,20 +159,24 @@ def test_steps_that_are_not_waited_for_do_not_wait_for_one_another(tmp_path):
 
 def test_what_a_device_holds_and_what_devices_exchange():
     found, with_context = map(json.loads, on_eight_devices(COMPILE, "data=2,model=2", "data=2,model=2,context=2"))
-    held = {"embedding": [256, 32], "query": [32, 32 // 2], "key": [32, 16 // 2], "value": [32, 16 // 2]}
-    held |= {"out": [32 // 2, 32], "gate": [32, 96 // 2], "up": [32, 96 // 2], "down": [96 // 2, 32]}
-    for name, part in held.items():
-        for shapes in (found["shapes"], with_context["shapes"]):
-            parts = [shape for path, shape in shapes.items() if f"['{name}']['" in path]
+    used = {"query": [32, 32 // 2], "key": [32, 16 // 2], "value": [32, 16 // 2], "out": [32 // 2, 32]}
+    used |= {"gate": [32, 96 // 2], "up": [32, 96 // 2], "down": [96 // 2, 32]}
+    for compiled, keepers in ((found, 2), (with_context, 4)):  # the devices along data and context
+        width = 32 // keepers
+        kept = {name: [width if n == 32 else n for n in part] for name, part in used.items()}
+        for name, part in {**kept, "embedding": [256, 32]}.items():
+            parts = [shape for path, shape in compiled["shapes"].items() if f"['{name}']['" in path]
             assert parts == [part] * 3, name  # the parameter and Adam's two moments
+        gathered = set(re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", compiled["hlo"]))
+        assert gathered == {",".join(map(str, part)) for part in used.values()}, "matrices, as `model` cuts them"
     tokens = {"tokens": [8 // 2, 64], "targets": [8 // 2, 64], "positions": [64]}
     assert found["shapes"]["batch"] == tokens
     assert with_context["shapes"]["batch"] == {name: [*shape[:-1], 64 // 2] for name, shape in tokens.items()}
     assert found["kept"] and with_context["kept"], "the step must leave the state where it was"
-    # Sums only: no device ever sees another's part of the weights, the batch or the heads.
-    assert collectives(found["hlo"]) == {"all-reduce"}
+    # No device ever sees another's part of the batch or the heads, or of the weights that `model` cuts.
+    assert collectives(found["hlo"]) == {"all-reduce", "all-gather"}
     # With context also what goes round the ring of two: a device's keys and values, and their gradients.
-    assert collectives(with_context["hlo"]) == {"all-reduce", "collective-permute"}
+    assert collectives(with_context["hlo"]) == {"all-reduce", "all-gather", "collective-permute"}
     keys = 2 * (8 // 2) * (64 // 2) * (2 // 2) * 8  # k and v [B, T, K, H] of a device
     sent = set(re.findall(r"(\w+\[[\d,]*\])\S* collective-permute\(", with_context["hlo"]))
     assert sent == {f"f32[{keys}]"}

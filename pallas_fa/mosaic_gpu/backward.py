@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import backward_work, elementwise, schedule
@@ -73,16 +74,21 @@ def backward(
     """
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     start, delta = row_starts(problem, mask, out, lse, d_out, d_lse, factor)
+    # XLA would make the zeros that sums start at for all layers of a model at once, and keep them.
+    zero, start = lax.optimization_barrier((jnp.float32(0), start))
     found = {}
     for gives in passes(problem):
         plan = Plan.of(problem, gives, interpret)
-        found |= _run(plan, q, k, v, d_out, start, delta, score, mask)
+        found |= _run(plan, q, k, v, d_out, start, delta, score, mask, zero)
     arrays = tuple(found[i] for i in range(len(float_arrays(score))))
     return found["dq"], found["dk"], found["dv"], arrays
 
 
-def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
-    """One pass: the gradients that it gives, by name, and those of the score's arrays, by number among float arrays."""
+def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any]:
+    """One pass: the gradients that it gives, by name, and those of the score's arrays, by number among float arrays.
+
+    `zero`: where sums in device memory start.
+    """
     problem, c = plan.problem, plan.config
     dims = problem.dims
     arrays = plan.in_memory(jax.tree.leaves((score, mask)))
@@ -90,7 +96,7 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask) -> dict[Any, Any]:
         arrays.append(backward_work.visit_table(plan, mask))
     shapes = (plan.dq_shape(),) if plan.fused else ()
     shapes += tuple(plan.added_shape(i) for i in plan.added)
-    added = [jax.new_ref(jnp.zeros(shape, jnp.float32)) for shape in shapes]
+    added = [jax.new_ref(jnp.full(shape, zero)) for shape in shapes]
     section = 1 if mask is None else schedule.section(dims.B * plan.heads, c.head_section)
     inputs = dict(dq=q, dk=k, dv=v)
     results = plgpu.kernel(
