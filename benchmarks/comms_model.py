@@ -130,21 +130,17 @@ class Estimate:
 def ring(rates: Rates, S: int, R: int, direction: str, network: Network | None = None) -> Estimate:
     """In zigzag order: in each of R hops a device computes two pairs of blocks of S / 2R tokens, under which keys travel.
 
-    They travel R - 1 times. In the backward their gradients then go home.
+    They travel R - 1 times, and in the backward so do their gradients. There the first keys come under nothing, unless
+    what was before the backward hides them.
     """
 
     def hop(sent):
         seconds = rates.ring(sent)
         return max(seconds, network.seconds(sent)) if network and R > network.devices else seconds  # the slowest link
 
-    home = hop(home_bytes(rates, S, R)) if direction == "backward" else 0.0
-    travel = (R - 1) * hop(hop_bytes(rates, S, R, direction))
-    return Estimate(R * 2 * rates.pair[direction](S / R / 2), travel, overlapping=True, exposed=home)
-
-
-def home_bytes(rates: Rates, S: int, R: int) -> float:
-    """What each device sends last: the gradients of keys and values, summed up and rounded."""
-    return 2 * (S / R) * rates.K * rates.H * rates.itemsize
+    first = hop(hop_bytes(rates, S, R, "forward")) if direction == "backward" else 0.0
+    travel = (R - 1) * hop(hop_bytes(rates, S, R, direction)) - first
+    return Estimate(R * 2 * rates.pair[direction](S / R / 2), travel, overlapping=True, exposed=first)
 
 
 def hop_bytes(rates: Rates, S: int, R: int, direction: str) -> float:

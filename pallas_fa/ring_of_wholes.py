@@ -51,7 +51,7 @@ def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, sc
         return following, see(hop, keys, seen)
 
     carry = following, Seen(out.astype(problem.acc_dtype), lse)
-    keys, (out, lse) = _in_order(_all_but_the_last(ring, one_hop, carry))
+    keys, (out, lse) = _in_order(_but_the_last(ring, 1, one_hop, carry))
     if ring.size > 1:
         out, lse = see(ring.size - 1, keys, Seen(out, lse))
     return out.astype(problem.dtype), lse
@@ -67,14 +67,27 @@ def backward(
         d_q, d_k, d_v, _ = run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)
         return tuple(x.astype(problem.acc_dtype) for x in (d_q, d_k, d_v))
 
-    def add(hop, keys, d_keys, d_q):
-        found = gradients(*_after_the_first(ring, mask, hop), keys)
-        d_q, *d_keys = (a + b for a, b in zip((d_q, *d_keys), found, strict=True))
-        return tuple(d_keys), d_q
+    own = k, v
+    if ring.size == 1:
+        found = gradients(ring.problem, mask, own)
+    else:
+        of_hop = lambda hop, keys: gradients(*_after_the_first(ring, mask, hop), keys)
+        # The own keys come last: under them the sums of the other devices travel home. The others' first travel under
+        # nothing that is here; what comes before the backward may hide them.
+        keys, unbundle = bundle(own)
+        own, d_q, d_keys = _in_order((own, *_of_other_keys(ring, ring.rotate(keys), unbundle, of_hop)))
+        found = _added(gradients(ring.problem, mask, own), d_q, _travel(ring, d_keys))
+    d_q, d_k, d_v = (x.astype(ring.problem.dtype) for x in found)
+    return d_q, d_k, d_v
 
-    following = _travel(ring, (k, v))
-    d_q, *d_keys = gradients(ring.problem, mask, (k, v))
-    sent, unbundle = bundle((following, tuple(d_keys)))  # the keys of the next hop, and the sums so far
+
+def _of_other_keys(ring, keys, unbundle_keys, of_hop):
+    """(dq, (dk, dv)) of the hops after the first, whose keys come in `keys`; (dk, dv) are of the next device's keys."""
+    d_q, *d_keys = of_hop(1, unbundle_keys(keys))
+    if ring.size == 2:
+        return d_q, tuple(d_keys)
+    following = ring.rotate(keys)  # while the first of these hops is computed
+    sent, unbundle = bundle((following, tuple(d_keys)))
 
     def one_hop(hop, carry):
         sent, d_q = _in_order(carry)
@@ -82,25 +95,27 @@ def backward(
         arrived = ring.rotate(sent)
         keys, _ = unbundle(sent)
         following, d_keys = unbundle(arrived)
-        d_keys, d_q = add(hop, keys, d_keys, d_q)
-        return bundle((following, d_keys))[0], d_q
+        d_q, *d_keys = _added(of_hop(hop, unbundle_keys(keys)), d_q, d_keys)
+        return bundle((following, tuple(d_keys)))[0], d_q
 
-    sent, d_q = _in_order(_all_but_the_last(ring, one_hop, (sent, d_q)))
+    sent, d_q = _in_order(_but_the_last(ring, 2, one_hop, (sent, d_q)))
     keys, d_keys = unbundle(sent)
-    if ring.size > 1:
-        d_keys, d_q = add(ring.size - 1, keys, _travel(ring, d_keys), d_q)
-    d_q, *d_keys = (x.astype(ring.problem.dtype) for x in (d_q, *d_keys))
-    return d_q, *_travel(ring, tuple(d_keys), 1 - ring.size)  # home
+    d_q, *d_keys = _added(of_hop(ring.size - 1, unbundle_keys(keys)), d_q, _travel(ring, d_keys))
+    return d_q, tuple(d_keys)
 
 
-def _travel(ring, tree, hops=1):
+def _added(found, d_q, d_keys):
+    return tuple(a + b for a, b in zip(found, (d_q, *d_keys), strict=True))
+
+
+def _travel(ring, tree):
     bundled, unbundle = bundle(tree)
-    return unbundle(ring.rotate(bundled, hops))
+    return unbundle(ring.rotate(bundled))
 
 
-def _all_but_the_last(ring, one_hop, carry):
-    """Of the hops after the first, all but the last, in which no keys travel on."""
-    return lax.fori_loop(1, ring.size - 1, one_hop, carry, unroll=ring.size <= _UNROLLED)
+def _but_the_last(ring, first, one_hop, carry):
+    """From hop `first` on, all but the last, in which no keys travel on."""
+    return lax.fori_loop(first, ring.size - 1, one_hop, carry, unroll=ring.size <= _UNROLLED)
 
 
 def _in_order(carry):
