@@ -40,8 +40,9 @@ def _library(*xs):
 
 
 def _block_size(size):
-    # Arrays are looked at in blocks: the work for one tile stays near a thousand comparisons up to S = 128k.
-    return min(max(size // 1024, 1), 128)
+    # Long arrays are looked at in blocks: the work for one tile stays near a thousand comparisons up to S = 128k. Up to
+    # 8192 positions, to look at each costs a GPU less than the kernel that finds out about blocks.
+    return 1 if size <= 8192 else min(size // 1024, 128)
 
 
 def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
@@ -58,8 +59,9 @@ def blocks(x: Any, axis: int, reduce: Any) -> tuple[Any, int]:
     """x [B, N, T, S] with `axis` cut into blocks, moved last: ([B, N, tiles, blocks], block size or 0 for 'all alike')."""
     size = x.shape[axis]
     block = _block_size(size)
-    starts = np.arange(0, size, block)
-    x = reduce_tiles(x, axis, starts, starts + block, reduce)
+    if block > 1:
+        starts = np.arange(0, size, block)
+        x = reduce_tiles(x, axis, starts, starts + block, reduce)
     return (x if axis == 3 else jnp.swapaxes(x, 2, 3)), (block if size > 1 else 0)
 
 
@@ -95,11 +97,12 @@ def first_run(hit: Any, block: int) -> tuple[Any, Any]:
     if not block:
         return -FAR, jnp.where(hit[..., 0], FAR, -FAR)
     index, count = _index(hit), hit.shape[-1]
+    before = jnp.pad(hit[..., :-1], [(0, 0)] * (hit.ndim - 1) + [(1, 0)])
     first = jnp.where(hit, index, count).min(axis=-1)
-    end = jnp.where(~hit & (index > first[..., None]), index, count).min(axis=-1)
+    end = jnp.where(before & ~hit, index, count).min(axis=-1)  # the first end of a run is that of the first run
     return jnp.where(first < count, first * block, 0), jnp.where(first < count, end * block, 0)
 
 
 def _index(hit):
-    # Minima and maxima of it, which XLA finds in one kernel: on a GPU, each kernel more takes 3 us.
+    # Minima and maxima of it that do not need each other, XLA finds in one kernel: on a GPU, each kernel more takes 3 us.
     return jax.lax.broadcasted_iota(jnp.int32, hit.shape, hit.ndim - 1)

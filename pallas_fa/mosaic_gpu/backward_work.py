@@ -78,7 +78,8 @@ def visit_table(plan: Plan, mask: Any) -> Any:
     # A share without visits stands where its block starts, so that the block does not reach out for it.
     of_blocks = found.reshape(*found.shape[:2], plan.blocks, parts, 4)
     has_visits = of_blocks[..., :1] < of_blocks[..., 3:]
-    start = jnp.where(has_visits, of_blocks[..., :1], ranges.FAR).min(axis=3, keepdims=True)
+    starts = jnp.where(has_visits, of_blocks[..., :1], ranges.FAR)
+    start = ranges.minimum(*(starts[:, :, :, part : part + 1] for part in range(parts)))  # in the same kernel on a GPU
     return jnp.where(has_visits, of_blocks, jnp.where(start < ranges.FAR, start, 0)).reshape(found.shape)
 
 
