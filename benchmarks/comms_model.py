@@ -130,17 +130,21 @@ class Estimate:
 def ring(rates: Rates, S: int, R: int, direction: str, network: Network | None = None) -> Estimate:
     """In zigzag order: in each of R hops a device computes two pairs of blocks of S / 2R tokens, under which keys travel.
 
-    They travel R - 1 times, and in the backward so do their gradients. There the first keys come under nothing, unless
-    what was before the backward hides them.
+    They travel R - 1 times, and in the backward so do their gradients, which are sums, in float32, from the second time on.
+    There the first keys come under nothing, unless what was before the backward hides them.
     """
 
     def hop(sent):
         seconds = rates.ring(sent)
         return max(seconds, network.seconds(sent)) if network and R > network.devices else seconds  # the slowest link
 
-    first = hop(hop_bytes(rates, S, R, "forward")) if direction == "backward" else 0.0
-    travel = (R - 1) * hop(hop_bytes(rates, S, R, direction)) - first
-    return Estimate(R * 2 * rates.pair[direction](S / R / 2), travel, overlapping=True, exposed=first)
+    keys = hop_bytes(rates, S, R, "forward")
+    compute = R * 2 * rates.pair[direction](S / R / 2)
+    if direction == "forward":
+        return Estimate(compute, (R - 1) * hop(keys), overlapping=True)
+    with_sums = (R - 2) * hop(hop_bytes(rates, S, R, direction))
+    # The gradients that are no sums yet are as large as the keys.
+    return Estimate(compute, with_sums + hop(keys), overlapping=True, exposed=hop(keys))
 
 
 def hop_bytes(rates: Rates, S: int, R: int, direction: str) -> float:

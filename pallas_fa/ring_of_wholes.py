@@ -64,19 +64,17 @@ def backward(
 
     def gradients(problem, mask, keys):
         run = dispatch.choose(problem, ring.implementation).backward
-        d_q, d_k, d_v, _ = run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)
-        return tuple(x.astype(problem.acc_dtype) for x in (d_q, d_k, d_v))
+        return run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)[:3]
 
     own = k, v
     if ring.size == 1:
-        found = gradients(ring.problem, mask, own)
-    else:
-        of_hop = lambda hop, keys: gradients(*_after_the_first(ring, mask, hop), keys)
-        # The own keys come last: under them the sums of the other devices travel home. The others' first travel under
-        # nothing that is here; what comes before the backward may hide them.
-        keys, unbundle = bundle(own)
-        own, d_q, d_keys = _in_order((own, *_of_other_keys(ring, ring.rotate(keys), unbundle, of_hop)))
-        found = _added(gradients(ring.problem, mask, own), d_q, _travel(ring, d_keys))
+        return gradients(ring.problem, mask, own)
+    of_hop = lambda hop, keys: gradients(*_after_the_first(ring, mask, hop), keys)
+    # The own keys come last: under them the sums of the other devices travel home. The others' first travel under
+    # nothing that is here; what comes before the backward may hide them.
+    keys, unbundle = bundle(own)
+    own, d_q, d_keys = _in_order((own, *_of_other_keys(ring, ring.rotate(keys), unbundle, of_hop)))
+    found = _added(ring, gradients(ring.problem, mask, own), d_q, _travel(ring, d_keys))
     d_q, d_k, d_v = (x.astype(ring.problem.dtype) for x in found)
     return d_q, d_k, d_v
 
@@ -86,26 +84,37 @@ def _of_other_keys(ring, keys, unbundle_keys, of_hop):
     d_q, *d_keys = of_hop(1, unbundle_keys(keys))
     if ring.size == 2:
         return d_q, tuple(d_keys)
-    following = ring.rotate(keys)  # while the first of these hops is computed
-    sent, unbundle = bundle((following, tuple(d_keys)))
 
-    def one_hop(hop, carry):
-        sent, d_q = _in_order(carry)
+    def after(hop, sent, unbundle, d_q):
+        """((keys, sums of their gradients) that the next hop sends on, dq)."""
+        sent, d_q = _in_order((sent, d_q))
         # The sums so far arrive while this hop's gradients are computed, and are added to them afterwards.
         arrived = ring.rotate(sent)
         keys, _ = unbundle(sent)
         following, d_keys = unbundle(arrived)
-        d_q, *d_keys = _added(of_hop(hop, unbundle_keys(keys)), d_q, d_keys)
-        return bundle((following, tuple(d_keys)))[0], d_q
+        d_q, *d_keys = _added(ring, of_hop(hop, unbundle_keys(keys)), d_q, d_keys)
+        return (following, tuple(d_keys)), d_q
 
-    sent, d_q = _in_order(_but_the_last(ring, 2, one_hop, (sent, d_q)))
-    keys, d_keys = unbundle(sent)
-    d_q, *d_keys = _added(of_hop(ring.size - 1, unbundle_keys(keys)), d_q, _travel(ring, d_keys))
+    following = ring.rotate(keys)  # while the first of these hops is computed
+    sent, unbundle = bundle((following, tuple(d_keys)))  # no sums yet: in the dtype of the keys
+    if ring.size > 3:
+        following, d_q = after(2, sent, unbundle, d_q)
+        sent, unbundle = bundle(following)
+
+        def one_hop(hop, carry):
+            sent, d_q = carry
+            following, d_q = after(hop, sent, unbundle, d_q)
+            return bundle(following)[0], d_q
+
+        sent, d_q = _but_the_last(ring, 3, one_hop, (sent, d_q))
+    keys, d_keys = unbundle(_in_order(sent))
+    d_q, *d_keys = _added(ring, of_hop(ring.size - 1, unbundle_keys(keys)), d_q, _travel(ring, d_keys))
     return d_q, tuple(d_keys)
 
 
-def _added(found, d_q, d_keys):
-    return tuple(a + b for a, b in zip(found, (d_q, *d_keys), strict=True))
+def _added(ring, found, d_q, d_keys):
+    """Sums in the dtype of accumulation."""
+    return tuple(a.astype(ring.problem.acc_dtype) + b for a, b in zip(found, (d_q, *d_keys), strict=True))
 
 
 def _travel(ring, tree):

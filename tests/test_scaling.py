@@ -74,7 +74,10 @@ def test_the_model_counts_the_bytes_of_a_hop(dtype, monkeypatch):
     rates = rates_of(N=4, K=2, H=8, itemsize=4 if dtype == "float32" else 2)
     forward, backward = (comms_model.hop_bytes(rates, 64, 4, direction) for direction in ("forward", "backward"))
     assert permuted_bytes(Attention(4, "ring", workload, "forward"), monkeypatch) == 3 * forward
-    assert permuted_bytes(Attention(4, "ring", workload, "fwdbwd"), monkeypatch) == 3 * (forward + backward)
+    assert (
+        permuted_bytes(Attention(4, "ring", workload, "fwdbwd"), monkeypatch)
+        == 3 * forward + 2 * backward + 2 * forward
+    )
     link = Link(4, "ppermute", 2**10)
     assert permuted_bytes(link, monkeypatch) == link.what()["sent_bytes"] == 2**10
 
