@@ -27,6 +27,7 @@ class Implementation:
     library: str
     backend: str | None
     form: str
+    config: Any = None  # tiles, of our kernels
 
     @property
     def name(self) -> str:
@@ -51,8 +52,13 @@ class Implementation:
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
         """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
+        return _function(self.library)(**self.keywords(workload, arrays, masks), implementation=self.backend)
+
+    def keywords(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the library's function, the implementation left out."""
         w = workload
-        kwargs: dict[str, Any] = {"mask": masks.get("mask"), "bias": arrays.get("bias")}
+        kwargs: dict[str, Any] = {name: arrays.get(name) for name in ("query", "key", "value", "bias")}
+        kwargs |= {"mask": masks.get("mask")} | ({} if self.config is None else {"config": self.config})
         if "bias" in masks:
             if w.bias:
                 raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
@@ -67,8 +73,7 @@ class Implementation:
             kwargs["logits_soft_cap"] = w.soft_cap
         if "ids" in masks:
             kwargs |= {"query_segment_ids": masks["ids"], "key_value_segment_ids": masks["ids"]}
-        function = _function(self.library)
-        return function(arrays["query"], arrays["key"], arrays["value"], implementation=self.backend, **kwargs)
+        return kwargs
 
 
 def parse(name: str) -> Implementation:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from benchmarks import measure, plot, rows, run
+from benchmarks import measure, plot, rows, run, tune
 from benchmarks.implementations import parse
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, self_attention, suites
@@ -165,3 +165,41 @@ def test_suites_are_those_of_the_tables():
         assert suite.baseline in suite.implementations and all(parse(i).name == i for i in suite.implementations)
     windowed = next(w for w in suites()["hopper-forward-masks"].workloads if w.window)
     assert windowed.pairs() == 2 * (1024 * 8192 - 1024 * 1023 // 2), "each query sees at most 1024 keys"
+
+
+def test_a_variant_changes_the_tiles_of_the_table():
+    causal = {w.name: w for w in suites()["hopper-backward"].workloads}["h64-causal-4096"]
+    for direction, change in (("forward", "head_section=2"), ("backward", "head_section=2, ds_stages=1")):
+        table = tune.table_config(causal, direction)
+        changed = tune.variant(causal, direction, change, "label")
+        found = getattr(changed.config, direction)
+        assert found.head_section == 2 != table.head_section and found.compute_wgs == table.compute_wgs
+        assert changed.name == "label"
+        assert changed.keywords(causal, {}, {})["config"] is changed.config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("block_q=3", ["'block_q=3'", "unexpected keyword argument", "ForwardConfig("]),
+        ("stages=1", ["stages=1 must be at least 2", "whose fields may be changed"]),
+        ("3", ["'3': it must be field=value"]),
+        ("stages=", ["'stages='", "The table's choice"]),
+    ],
+)
+def test_a_variant_that_cannot_be(text, words):
+    with pytest.raises(SystemExit) as error:
+        tune.main(["window-8192", text])
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_variants_are_compared_with_the_first():
+    labels = "table", "other", "wrong"
+    xla = [dataclasses.replace(tune.TABLE, backend="xla", label=label) for label in labels]
+    programs = [measure.Program(implementation, _SMALL[0], "backward") for implementation in xla]
+    measure.compile_all(programs[:2], 1, math.inf)
+    programs[2].error = "said so"
+    head, table, other, wrong = tune.compare(programs, rounds=3, target_s=1e-3)
+    assert head[0] == "tiles" and [line[0] for line in (table, other, wrong)] == ["table", "other", "wrong"]
+    assert table[3] == "" and float(other[3]) > 0 and wrong[1] == "-" and wrong[-1] == "said so"
+    assert float(table[-1]) < 1e-5 and float(other[-1]) < 1e-5

@@ -1,0 +1,137 @@
+"""Times tiles of the kernels beside those of the tables (pallas_fa/mosaic_gpu/config.py), on one GPU.
+
+python -m benchmarks.tune h64-causal-4096 --direction backward head_section=8 "stages=(2, 1), ds_stages=1"
+
+Each argument after the workload is one variant: what it changes in the configuration that the table chooses. All take
+turns, each next to a sample of the table's; repeat a variant to see the noise.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import measure, progress, rows
+from benchmarks.implementations import Implementation
+from benchmarks.truth import truth
+from benchmarks.workloads import Workload, suites
+from pallas_fa.mosaic_gpu import backward_plan, forward_plan
+from pallas_fa.mosaic_gpu.config import Config
+from pallas_fa.problem import Problem, normalise
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant(Implementation):
+    """Our kernels with the tiles of `config`; `label` says what it changes."""
+
+    label: str = "table"
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+
+TABLE = Variant("pallas_fa", "mosaic_gpu", "")
+
+
+def variant(workload: Workload, direction: str, text: str, label: str) -> Variant:
+    """The table's configuration with the changes that `text` spells: fields and values, as keyword arguments."""
+    table = table_config(workload, direction)
+    try:
+        call: Any = ast.parse(f"change({text})", mode="eval").body
+        changes = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or not changes:
+            raise ValueError("it must be field=value, and more of these after commas")
+        config = dataclasses.replace(table, **changes)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise SystemExit(
+            f"{text!r}: {str(error).rstrip('.')}. The table's choice, whose fields may be changed: {table}"
+        ) from None
+    return dataclasses.replace(TABLE, config=Config(**{direction: config}), label=label)
+
+
+def table_config(workload: Workload, direction: str) -> Any:
+    """What the tables choose; where the backward takes several passes, for the first of them."""
+    problem = problem_of(workload)
+    if direction == "forward":
+        return forward_plan.ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).config
+    return backward_plan.Plan.of(problem, backward_plan.passes(problem)[0], interpret=False).config
+
+
+def problem_of(workload: Workload) -> Problem:
+    problems = []
+    masks = jax.eval_shape(functools.partial(TABLE.masks, workload))
+    keep = lambda arrays, masks: problems.append(normalise(**TABLE.keywords(workload, arrays, masks))[0])
+    jax.eval_shape(keep, workload.shapes(), masks)
+    return problems[0]
+
+
+def compare(programs: list[measure.Program], rounds: int, target_s: float) -> list[list[str]]:
+    """Lines of a table: the time of each compiled program, its speed against the first, its largest error."""
+    workload, direction = programs[0].workload, programs[0].direction
+    inputs = measure.input_sets(workload)
+    true = truth(workload, *inputs[0], affordable=2**29)
+    bounds, wrong = [], {}
+    for program in programs:
+        if program.error is None:
+            bound = program.bind(inputs)
+            outputs, _ = bound.first()
+            if true is not None:
+                wrong[id(bound)] = max(error["max"] for error in true.errors(program.results(outputs)).values())
+            del outputs
+            bound.warm_up(target_s, dispatches=0)
+            bounds.append(bound)
+    table = next((bound for bound in bounds if bound.program is programs[0]), None)
+    others = [bound for bound in bounds if bound is not table]
+    with progress.bar(rounds, "time") as bar:
+        ratios = measure.take_turns(others, table, rounds, (np.inf, np.inf), after=bar.update)
+    lines = [["tiles", "p50 ms", "TFLOP/s", "x table", "quartiles", "max error"]]
+    for program in programs:
+        bound = next((b for b in bounds if b.program is program), None)
+        if bound is None:
+            lines.append([program.implementation.name, "-", "", "", "", program.error or ""])
+            continue
+        seconds, pairs = float(np.median(bound.wall)), ratios.get(program.implementation.name, [])
+        quartiles = " to ".join(f"{x:.3f}" for x in np.quantile(pairs, (0.25, 0.75))) if pairs else ""
+        against = f"{np.median(pairs):.3f}" if pairs else ""
+        speed = f"{workload.flops(direction) / seconds / 1e12:.0f}"
+        error = f"{wrong[id(bound)]:.1e}" if id(bound) in wrong else ""
+        lines.append([program.implementation.name, f"{seconds * 1e3:.4g}", speed, against, quartiles, error])
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    known = {w.name: w for suite in suites().values() for w in suite.workloads if suite.baseline == "jax.nn:cudnn"}
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workload", choices=known, metavar="workload", help=", ".join(known))
+    parser.add_argument("variants", nargs="+", help="what each changes: field=value, ...")
+    parser.add_argument("--direction", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: %(default)s)")
+    parser.add_argument("--target-ms", type=float, default=20.0, help="least length of a sample (default: %(default)s)")
+    args = parser.parse_args(argv)
+    workload = known[args.workload]
+    # Two alike get names of their own, so that their times stay apart.
+    labels = [text + " again" * args.variants[:i].count(text) for i, text in enumerate(args.variants)]
+    named = zip(args.variants, labels, strict=True)
+    found = [TABLE, *(variant(workload, args.direction, text, label) for text, label in named)]
+    if jax.devices()[0].platform != "gpu":
+        raise SystemExit(
+            "There is no GPU here, and these are kernels for one. Run this on a machine with a Hopper GPU."
+        )
+    programs = [measure.Program(implementation, workload, args.direction) for implementation in found]
+    measure.compile_all(programs, threads=8, deadline=time.monotonic() + 600)
+    print(f"{workload.name}, {args.direction}; the table's choice: {table_config(workload, args.direction)}")
+    print(rows.aligned(compare(programs, args.rounds, args.target_ms / 1e3)))
+
+
+if __name__ == "__main__":
+    main()
