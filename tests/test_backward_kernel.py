@@ -27,6 +27,7 @@ from tests.lowering import kernels
 
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 WIDE = dataclasses.replace(BASE, H=128, Hv=128)
+ONE_LOOP = Config(backward=BackwardConfig(one_loop=True))
 ONE_STAGE = Config(backward=BackwardConfig(compute_wgs=1, width=64, stages=(1, 1), ds_stages=1))
 
 CASES = {
@@ -47,6 +48,12 @@ CASES = {
         dataclasses.replace(BASE, T=270, S=270, N=1, H=256, Hv=256, mask="window_causal"),
         {},
     ),
+    "one loop, causal": (
+        dataclasses.replace(BASE, T=200, S=200, mask="causal"),
+        {"config": Config(backward=BackwardConfig(width=128, one_loop=True))},
+    ),
+    "one loop, window": (dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"), {"config": ONE_LOOP}),
+    "one loop, segments": (dataclasses.replace(WIDE, T=260, S=260, mask="segments"), {"config": ONE_LOOP}),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),

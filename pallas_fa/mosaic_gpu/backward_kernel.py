@@ -126,10 +126,10 @@ class _Compute:
             before = done + (start - first)
             return lax.fori_loop(0, end - start, lambda i, sums: step(start + i, before + i, sums), sums)
 
-        def run(start, end, cut, sums):
+        def run(start, end, is_cut, sums):
             def step(tile, before, sums):
                 other = tile * plan.config.width
-                at = Step(block.b, n, block.start + self.wg * 64, other, self.wg, cut, scalars)
+                at = Step(block.b, n, block.start + self.wg * 64, other, self.wg, is_cut(tile), scalars)
                 return self._step(at, before, sums, a_accs, b_accs)
 
             return over(start, end, step, sums)
@@ -139,9 +139,13 @@ class _Compute:
                 over(start, end, lambda tile, before, _: self._sit_out_step(before), None)
 
         sit_out(first, own.first)
-        sums = run(own.first, own.full_first, True, sums)
-        sums = run(own.full_first, own.full_last, False, sums)
-        sums = run(own.full_last, own.last, True, sums)
+        if plan.one_loop:
+            is_cut = lambda tile: (tile < own.full_first) | (tile >= own.full_last)
+            sums = run(own.first, own.last, is_cut, sums)
+        else:
+            sums = run(own.first, own.full_first, lambda _: True, sums)
+            sums = run(own.full_first, own.full_last, lambda _: False, sums)
+            sums = run(own.full_last, own.last, lambda _: True, sums)
         sit_out(own.last, last)
         if sums:
             self._store_sums(n, sums)
@@ -285,14 +289,18 @@ class _Compute:
                 for i in range(plan.own_b.chunks):
                     core.matmul(dp_acc, self.own_b.at[i, rows], other_b.at[i], transpose_b=True)
             s = core.result(s_acc, plan.own_b.chunks if plan.gives_a else 0)
-            tile = TileOfLogits.load(plan, at, self.gmem.arrays, scratch, slot_a)
+            load = lambda cut: TileOfLogits.load(plan, at._replace(cut=cut), self.gmem.arrays, scratch, slot_a)
+            tile = load(not plan.one_loop and at.cut)
             if plan.scored:
                 x = s * plan.problem.scale
                 # In this order: a bias such as -1e10 in place of a mask leaves no digits for a rounded product.
                 p = jnp.exp2((tile.scores(x) + statistic("start", slot_a)) * LOG2E)
             else:
                 x, p = None, jnp.exp2(s * (plan.problem.scale * LOG2E))
-            p = tile.zero_where_masked(p)
+            if plan.one_loop:
+                p = lax.cond(at.cut, lambda p: load(True).zero_where_masked(p), lambda p: p, p)
+            else:
+                p = tile.zero_where_masked(p)
             p_operand = p.astype(dtype) if plan.gives_b else None
             if not plan.gives_a:
                 return p_operand, None, sums

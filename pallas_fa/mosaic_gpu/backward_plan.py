@@ -167,6 +167,12 @@ class Plan:
         lengths = masks.lengths_of(self.problem.mask)
         return (lengths.q_lengths if self.by_keys else lengths.kv_lengths) is not None
 
+    @property
+    def one_loop(self) -> bool:
+        """Whether tiles that the mask cuts are visited in one loop with the others; not where more than P depends on it."""
+        needs_more = self.scored or self.has_padding or self.zeroes_other
+        return self.config.one_loop and self.problem.mask is not None and not needs_more
+
     # ---- arrays ----
 
     def of_kind(self, *kinds: str) -> tuple[int, ...]:

@@ -80,7 +80,8 @@ class BackwardConfig:
     Each of `compute_wgs` warpgroups holds 64 positions of one sequence (keys, or queries for the pass of dQ alone),
     against `width` positions of the other at a time. `stages`: depths of the rings of the two operands that come with
     these (of queries and output gradients, or keys and values). `ds_stages`: tiles of logit gradients in shared memory,
-    of the fused pass. `head_section`: as for the forward kernel.
+    of the fused pass. `head_section`: as for the forward kernel. `one_loop`: tiles that the mask cuts are visited in one
+    loop with the others, where a branch tests single logits, and not in loops of their own: a third less code.
     """
 
     compute_wgs: int = 2
@@ -88,6 +89,7 @@ class BackwardConfig:
     stages: tuple[int, int] = (2, 2)
     ds_stages: int = 2
     head_section: int = 8
+    one_loop: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
