@@ -51,8 +51,9 @@ def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, sc
         return following, see(hop, keys, seen)
 
     carry = following, Seen(out.astype(problem.acc_dtype), lse)
-    keys, (out, lse) = _in_order(_but_the_last(ring, 1, one_hop, carry))
-    if ring.size > 1:
+    carry = lax.fori_loop(1, ring.size - 1, one_hop, carry, unroll=ring.size <= _UNROLLED)
+    keys, (out, lse) = _in_order(carry)
+    if ring.size > 1:  # in the last hop no keys travel on
         out, lse = see(ring.size - 1, keys, Seen(out, lse))
     return out.astype(problem.dtype), lse
 
@@ -96,35 +97,36 @@ def _of_other_keys(ring, keys, unbundle_keys, of_hop):
         return (following, tuple(d_keys)), d_q
 
     following = ring.rotate(keys)  # while the first of these hops is computed
-    sent, unbundle = bundle((following, tuple(d_keys)))  # no sums yet: in the dtype of the keys
-    if ring.size > 3:
-        following, d_q = after(2, sent, unbundle, d_q)
-        sent, unbundle = bundle(following)
+    if ring.size <= _UNROLLED:
+        sent, unbundle = bundle((following, tuple(d_keys)))  # no sums yet: in the dtype of the keys
+        for hop in range(2, ring.size - 1):
+            following, d_q = after(hop, sent, unbundle, d_q)
+            sent, unbundle = bundle(following)
+    else:
+        sent, unbundle = bundle((following, _widened(ring, d_keys)))
 
         def one_hop(hop, carry):
-            sent, d_q = carry
-            following, d_q = after(hop, sent, unbundle, d_q)
+            following, d_q = after(hop, carry[0], unbundle, carry[1])
             return bundle(following)[0], d_q
 
-        sent, d_q = _but_the_last(ring, 3, one_hop, (sent, d_q))
+        sent, d_q = lax.fori_loop(2, ring.size - 1, one_hop, (sent, *_widened(ring, [d_q])))
     keys, d_keys = unbundle(_in_order(sent))
     d_q, *d_keys = _added(ring, of_hop(ring.size - 1, unbundle_keys(keys)), d_q, _travel(ring, d_keys))
     return d_q, tuple(d_keys)
 
 
 def _added(ring, found, d_q, d_keys):
-    """Sums in the dtype of accumulation."""
-    return tuple(a.astype(ring.problem.acc_dtype) + b for a, b in zip(found, (d_q, *d_keys), strict=True))
+    return tuple(a + b for a, b in zip(_widened(ring, found), (d_q, *d_keys), strict=True))
+
+
+def _widened(ring, gradients):
+    """In the dtype in which they are summed."""
+    return tuple(x.astype(ring.problem.acc_dtype) for x in gradients)
 
 
 def _travel(ring, tree):
     bundled, unbundle = bundle(tree)
     return unbundle(ring.rotate(bundled))
-
-
-def _but_the_last(ring, first, one_hop, carry):
-    """From hop `first` on, all but the last, in which no keys travel on."""
-    return lax.fori_loop(first, ring.size - 1, one_hop, carry, unroll=ring.size <= _UNROLLED)
 
 
 def _in_order(carry):
