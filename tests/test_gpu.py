@@ -117,6 +117,20 @@ def test_no_copy_of_the_inputs_is_made(shape):
     assert f"bf16[{sized}]" in text
 
 
+def test_a_scan_over_layers_runs_each_kernel_once():
+    """XLA can write a kernel's result straight into the stacked residuals; it must not run it again for the others."""
+    x = jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.bfloat16)
+    call = functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="mosaic_gpu")
+
+    def loss(x, scales):
+        out, _ = jax.lax.scan(lambda x, scale: (x + call(scale * x, x, x), None), x, scales)
+        return out.astype(jnp.float32).sum()
+
+    scales = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss)).lower(x, scales).compile().as_text() or ""
+    assert len(re.findall('custom_call_target="mosaic_gpu', text)) == 2  # forward and backward, each in its loop
+
+
 def test_padding_may_hold_nan():
     q_lengths, kv_lengths = jnp.array([500, 10, 100, 0]), jnp.array([300, 0, 500, 129])
     q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((4, 500, 4, 64)), jnp.bfloat16) for i in range(3))

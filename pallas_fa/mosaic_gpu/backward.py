@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import backward_work, elementwise, schedule
 from pallas_fa.mosaic_gpu.backward_kernel import kernel
@@ -20,6 +19,7 @@ from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
 from pallas_fa.mosaic_gpu.backward_preprocess import row_starts
 from pallas_fa.mosaic_gpu.backward_tile import score_pullback
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY
+from pallas_fa.mosaic_gpu.launch import launch
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays
 
@@ -99,19 +99,21 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any
     added = [jax.new_ref(jnp.full(shape, zero)) for shape in shapes]
     section = 1 if mask is None else schedule.section(dims.B * plan.heads, c.head_section)
     inputs = dict(dq=q, dk=k, dv=v)
-    results = plgpu.kernel(
+    results = launch(
         functools.partial(kernel, plan, section),
+        *((k, v, q, d_out) if plan.by_keys else (q, d_out, k, v)),
+        start,
+        delta,
+        *arrays,
+        *added,
         out_type=(
             *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in plan.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in plan.summed),
         ),
-        grid=(dims.B * plan.heads * plan.blocks,),  # one axis: only the first of CUDA's three may pass 65535
-        grid_names=("block",),
-        num_threads=c.compute_wgs + 1,
-        thread_name="wg",
-        scratch_types=plan.scratch(),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
-    )(*((k, v, q, d_out) if plan.by_keys else (q, d_out, k, v)), start, delta, *arrays, *added)
+        blocks=dims.B * plan.heads * plan.blocks,
+        warpgroups=c.compute_wgs + 1,
+        scratch=plan.scratch(),
+    )
     found = dict(zip(plan.stored, results, strict=False))
     added = [jax.freeze(ref) for ref in added]
     if plan.fused:

@@ -20,6 +20,7 @@ from pallas_fa.mosaic_gpu.forward_compute import Compute
 from pallas_fa.mosaic_gpu.forward_load import Load, wait_for_the_rest
 from pallas_fa.mosaic_gpu.forward_plan import ForwardPlan
 from pallas_fa.mosaic_gpu.forward_work import for_blocks, shares
+from pallas_fa.mosaic_gpu.launch import launch
 from pallas_fa.problem import Problem
 
 
@@ -38,19 +39,20 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, section, *refs, **scratch)
 
-    out, lse = plgpu.kernel(
+    out, lse = launch(
         flash_attention_forward,
+        q,
+        k,
+        v,
+        *arrays,
         out_type=(
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.N, blocks * config.block_q), jnp.float32),
         ),
-        grid=(dims.B * dims.N * shares(plan),),  # one axis: only the first of CUDA's three may pass 65535
-        grid_names=("block",),
-        num_threads=config.compute_wgs + 1,
-        thread_name="wg",
-        scratch_types=plan.scratch(),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
-    )(q, k, v, *arrays)
+        blocks=dims.B * dims.N * shares(plan),
+        warpgroups=config.compute_wgs + 1,
+        scratch=plan.scratch(),
+    )
     return out, jnp.swapaxes(lse[:, :, : dims.T], 1, 2)
 
 
