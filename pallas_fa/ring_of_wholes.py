@@ -63,55 +63,63 @@ def backward(
 ) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) of this device's shards."""
 
-    def gradients(problem, mask, keys):
+    def gradients(problem, mask, keys, lse):
         run = dispatch.choose(problem, ring.implementation).backward
         return run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)[:3]
 
     own = k, v
     if ring.size == 1:
-        return gradients(ring.problem, mask, own)
-    of_hop = lambda hop, keys: gradients(*_after_the_first(ring, mask, hop), keys)
+        return gradients(ring.problem, mask, own, lse)
+    of_hop = lambda hop, keys, lse: gradients(*_after_the_first(ring, mask, hop), keys, lse)
     # The own keys come last: under them the sums of the other devices travel home. The others' first travel under
     # nothing that is here; what comes before the backward may hide them.
-    keys, unbundle = bundle(own)
-    own, d_q, d_keys = _in_order((own, *_of_other_keys(ring, ring.rotate(keys), unbundle, of_hop)))
-    found = _added(ring, gradients(ring.problem, mask, own), d_q, _travel(ring, d_keys))
+    keys, unbundle_keys = bundle(own)
+    d_q, d_keys = _of_other_keys(ring, ring.rotate(keys), unbundle_keys, lse, of_hop)
+    sums, unbundle = bundle(d_keys)
+    own, d_q, sums, lse = _in_order((own, d_q, sums, lse))
+    found = _added(ring, gradients(ring.problem, mask, own, lse), d_q, unbundle(ring.rotate(sums)))
     d_q, d_k, d_v = (x.astype(ring.problem.dtype) for x in found)
     return d_q, d_k, d_v
 
 
-def _of_other_keys(ring, keys, unbundle_keys, of_hop):
-    """(dq, (dk, dv)) of the hops after the first, whose keys come in `keys`; (dk, dv) are of the next device's keys."""
-    d_q, *d_keys = of_hop(1, unbundle_keys(keys))
+def _of_other_keys(ring, keys, unbundle_keys, lse, of_hop):
+    """(dq, (dk, dv)) of the hops after the first, whose keys come in `keys`; (dk, dv) are of the next device's keys.
+
+    With `lse`, what is computed from it is tied to its hop.
+    """
+    keys, lse_here = _in_order((keys, lse))
+    d_q, *d_keys = of_hop(1, unbundle_keys(keys), lse_here)
     if ring.size == 2:
         return d_q, tuple(d_keys)
 
     def after(hop, sent, unbundle, d_q):
         """((keys, sums of their gradients) that the next hop sends on, dq)."""
-        sent, d_q = _in_order((sent, d_q))
+        sent, d_q, lse_here = _in_order((sent, d_q, lse))
         # The sums so far arrive while this hop's gradients are computed, and are added to them afterwards.
         arrived = ring.rotate(sent)
         keys, _ = unbundle(sent)
         following, d_keys = unbundle(arrived)
-        d_q, *d_keys = _added(ring, of_hop(hop, unbundle_keys(keys)), d_q, d_keys)
+        d_q, *d_keys = _added(ring, of_hop(hop, unbundle_keys(keys), lse_here), d_q, d_keys)
         return (following, tuple(d_keys)), d_q
 
-    following = ring.rotate(keys)  # while the first of these hops is computed
-    if ring.size <= _UNROLLED:
-        sent, unbundle = bundle((following, tuple(d_keys)))  # no sums yet: in the dtype of the keys
+    to_send = ring.rotate(keys), tuple(d_keys)  # the keys travel while the first of these hops is computed
+    if ring.size <= _UNROLLED:  # what are no sums yet stays in the dtype of the keys
         for hop in range(2, ring.size - 1):
-            following, d_q = after(hop, sent, unbundle, d_q)
-            sent, unbundle = bundle(following)
+            to_send, d_q = after(hop, *bundle(to_send), d_q)
     else:
-        sent, unbundle = bundle((following, _widened(ring, d_keys)))
+        sent, unbundle = bundle((to_send[0], _widened(ring, d_keys)))
 
         def one_hop(hop, carry):
-            following, d_q = after(hop, carry[0], unbundle, carry[1])
-            return bundle(following)[0], d_q
+            to_send, d_q = after(hop, carry[0], unbundle, carry[1])
+            return bundle(to_send)[0], d_q
 
         sent, d_q = lax.fori_loop(2, ring.size - 1, one_hop, (sent, *_widened(ring, [d_q])))
-    keys, d_keys = unbundle(_in_order(sent))
-    d_q, *d_keys = _added(ring, of_hop(ring.size - 1, unbundle_keys(keys)), d_q, _travel(ring, d_keys))
+        to_send = unbundle(sent)
+    keys, d_keys = to_send
+    sums, unbundle = bundle(d_keys)
+    keys, sums, d_q, lse_here = _in_order((keys, sums, d_q, lse))
+    found = of_hop(ring.size - 1, unbundle_keys(keys), lse_here)
+    d_q, *d_keys = _added(ring, found, d_q, unbundle(ring.rotate(sums)))
     return d_q, tuple(d_keys)
 
 
@@ -122,11 +130,6 @@ def _added(ring, found, d_q, d_keys):
 def _widened(ring, gradients):
     """In the dtype in which they are summed."""
     return tuple(x.astype(ring.problem.acc_dtype) for x in gradients)
-
-
-def _travel(ring, tree):
-    bundled, unbundle = bundle(tree)
-    return unbundle(ring.rotate(bundled))
 
 
 def _in_order(carry):
