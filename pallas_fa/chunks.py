@@ -6,6 +6,7 @@ chunk before has done; so nothing is padded.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ class Chunks:
 
     def start(self, i: Any) -> Any:
         """Where chunk i starts, int32 (with 64-bit types enabled too); the last one so early that it fits."""
-        return ranges.minimum(jnp.int32(i) * self.chunk, self.size - self.chunk)
+        start = jnp.int32(i) * self.chunk
+        return start if self.size % self.chunk == 0 else ranges.minimum(start, self.size - self.chunk)
 
     def index(self, i: Any) -> Any:
         """Positions of chunk i, broadcastable to [B, N, T, S]."""
@@ -52,12 +54,18 @@ class Chunks:
     def cut(self, x: Any, i: Any, axis: int | None = None) -> Any:
         """Chunk i of x along `axis`; x as it is where it does not span the axis."""
         axis = self.axis if axis is None else axis
-        return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, self.start(i), self.chunk, axis)
+        if x.shape[axis] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.start(i), self.chunk, axis, allow_negative_indices=False)
+
+    def put(self, x: Any, update: Any, i: Any, axis: int) -> Any:
+        """x with `update` in the place of its chunk i."""
+        return lax.dynamic_update_slice_in_dim(x, update, self.start(i), axis, allow_negative_indices=False)
 
     def add(self, x: Any, update: Any, i: Any, axis: int | None = None) -> Any:
         """x with `update` added to its chunk i: the transpose of `cut`."""
         axis = self.axis if axis is None else axis
-        return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, axis) + update, self.start(i), axis)
+        return self.put(x, self.cut(x, i, axis) + update, i, axis)
 
     def stacked(self, x: Any, axis: int) -> Any:
         """All chunks of x along `axis`: [count, ...]."""
@@ -92,16 +100,22 @@ def _even_chunk(size: int, largest: int) -> int:
     return size if count == 1 else -(-size // (16 * count)) * 16
 
 
-def visits(ask: Any, own: Chunks, other: Chunks) -> tuple[Any, Any]:
-    """For each chunk of `own`, the first and the last (exclusive) chunk of `other` that any batch entry needs."""
+def visits(ask: Any, own: Chunks, other: Chunks) -> Callable[[Any], tuple[Any, Any]]:
+    """A function of a chunk of `own`: the first and the last (exclusive) chunk of `other` that any batch entry needs."""
     if ask is None:
-        return jnp.zeros(own.count, jnp.int32), jnp.full(own.count, other.count, jnp.int32)
+        return lambda i: (np.int32(0), np.int32(other.count))
     starts = np.minimum(np.arange(own.count) * own.chunk, own.size - own.chunk)
-    lo, hi = (jnp.clip(jnp.asarray(x, jnp.int32), 0, other.size) for x in ask(starts, starts + own.chunk))
+    lo, hi = ask(starts, starts + own.chunk)
+    xnp = ranges.library(lo, hi)
+    lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), other.size)
     needed = lo < hi
-    lo, hi = jnp.where(needed, lo, other.size), jnp.where(needed, hi, 0)
-    lo, hi = (jnp.broadcast_to(x, (*x.shape[:-1], own.count)).reshape(-1, own.count) for x in (lo, hi))
-    return jnp.min(lo, axis=0) // other.chunk, -(-jnp.max(hi, axis=0) // other.chunk)
+    lo, hi = xnp.where(needed, lo, other.size), xnp.where(needed, hi, 0)
+    lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], own.count)).reshape(-1, own.count) for x in (lo, hi))
+    divide = np.floor_divide if xnp is np else lax.div  # nothing here is negative, and `//` is ten operations of XLA
+    chunk = np.int32(other.chunk)
+    first, last = divide(lo.min(axis=0), chunk), divide(hi.max(axis=0) + (chunk - 1), chunk)
+    at = lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
+    return lambda i: (at(first, i), at(last, i))
 
 
 def slices(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
@@ -111,9 +125,12 @@ def slices(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
 
 def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
     """Logits x [B, N, t, s] of the pair of chunks (i, j), scored and masked; `score_ij` holds slices already."""
-    b, n = (lax.broadcasted_iota(jnp.int32, (size, 1, 1, 1), 0) for size in x.shape[:2])
+    if score_ij is None and mask is None:
+        return x
+    B, N = x.shape[:2]
+    b, n = lax.broadcasted_iota(jnp.int32, (B, 1, 1, 1), 0), lax.broadcasted_iota(jnp.int32, (1, N, 1, 1), 1)
     mask_ij = slices(mask, queries, i, keys, j)
-    return tile.masked_scores(x, score_ij, mask_ij, b, n.reshape(1, -1, 1, 1), queries.index(i), keys.index(j))[0]
+    return tile.masked_scores(x, score_ij, mask_ij, b, n, queries.index(i), keys.index(j))[0]
 
 
 def add_slice(d: Any, d_slice: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
@@ -122,5 +139,5 @@ def add_slice(d: Any, d_slice: Any, queries: Chunks, i: Any, keys: Chunks, j: An
     for chunks, n in ((queries, i), (keys, j)):
         if d.shape[chunks.axis] > 1:
             starts[chunks.axis] = chunks.start(n)
-    old = lax.dynamic_slice(d, starts, d_slice.shape)
-    return lax.dynamic_update_slice(d, old + d_slice.astype(d.dtype), starts)
+    old = lax.dynamic_slice(d, starts, d_slice.shape, allow_negative_indices=False)
+    return lax.dynamic_update_slice(d, old + d_slice.astype(d.dtype), starts, allow_negative_indices=False)

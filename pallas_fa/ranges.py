@@ -24,18 +24,19 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     """`jnp.where`, kept in Python or NumPy where everything is known while tracing."""
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
-    return _library(condition, x, y).where(condition, x, y)
+    return library(condition, x, y).where(condition, x, y)
 
 
 def _fold(python, name, values):
     result = values[0]
     for value in values[1:]:
         both_int = isinstance(result, int) and isinstance(value, int)
-        result = python(result, value) if both_int else getattr(_library(result, value), name)(result, value)
+        result = python(result, value) if both_int else getattr(library(result, value), name)(result, value)
     return result
 
 
-def _library(*xs):
+def library(*xs: Any) -> Any:
+    """NumPy where all of `xs` are known while tracing, else jnp."""
     return np if all(isinstance(x, (bool, int, np.ndarray, np.generic)) for x in xs) else jnp
 
 
@@ -50,8 +51,12 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
     if x.shape[axis] == 1:
         return x
     lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
+    size, tile = x.shape[axis], max(int(hi[0] - lo[0]), 1)
+    even = size % tile == 0 and np.array_equal(lo, np.arange(0, size, tile)) and np.array_equal(hi, lo + tile)
+    if even:  # no gather
+        return reduce(x.reshape(*x.shape[:axis], lo.size, tile, *x.shape[axis + 1 :]), axis=axis + 1)
     within = np.arange(max(int((hi - lo).max()), 1))
-    rows = np.minimum(lo[:, None] + within, np.minimum(hi, x.shape[axis])[:, None] - 1)
+    rows = np.minimum(lo[:, None] + within, np.minimum(hi, size)[:, None] - 1)
     return reduce(jnp.take(x, jnp.asarray(rows), axis=axis), axis=axis + 1)
 
 
@@ -87,9 +92,9 @@ def hull(hit: Any, block: int) -> tuple[Any, Any]:
     """[lo, hi) from the first to the last block that is hit; hit [B, N, tiles, blocks]."""
     if not block:
         return -FAR, jnp.where(hit[..., 0], FAR, -FAR)
-    index = _index(hit)
-    first, end = jnp.where(hit, index, FAR).min(axis=-1), jnp.where(hit, index + 1, 0).max(axis=-1)
-    return jnp.where(end > 0, first * block, 0), end * block
+    index, count = _index(hit), hit.shape[-1]
+    first, end = jnp.where(hit, index, count).min(axis=-1), jnp.where(hit, index + 1, 0).max(axis=-1)
+    return first * block, end * block
 
 
 def first_run(hit: Any, block: int) -> tuple[Any, Any]:
@@ -100,7 +105,7 @@ def first_run(hit: Any, block: int) -> tuple[Any, Any]:
     before = jnp.pad(hit[..., :-1], [(0, 0)] * (hit.ndim - 1) + [(1, 0)])
     first = jnp.where(hit, index, count).min(axis=-1)
     end = jnp.where(before & ~hit, index, count).min(axis=-1)  # the first end of a run is that of the first run
-    return jnp.where(first < count, first * block, 0), jnp.where(first < count, end * block, 0)
+    return first * block, end * block
 
 
 def _index(hit):

@@ -52,7 +52,7 @@ def _sums_of_shares(problem, q, k, v, score, mask, lse):
     """The sums over the chunks of keys of w_j out_j [B, T, N, Hv], which is `out`, and of w_j [B, T, N], which is 1."""
     lengths = masks.lengths_of(mask)
     queries, keys = chunks.of_problem(problem)
-    first, last = chunks.visits(mask and mask.kv_range, queries, keys)
+    visited = chunks.visits(mask and mask.kv_range, queries, keys)
 
     def of_pair(i, j, operands):
         lse, q, k, v, score = operands
@@ -65,8 +65,8 @@ def _sums_of_shares(problem, q, k, v, score, mask, lse):
     def of_rows(_, i, operands):
         def add_pair(sums, j, operands):
             add = lambda sums: jax.tree.map(jnp.add, sums, of_pair(i, j, operands))
-            needed = (first[i] <= j) & (j < last[i])
-            return add(sums) if mask is None else lax.cond(needed, add, lambda sums: sums, sums), None
+            first, last = visited(i)
+            return lax.cond((first <= j) & (j < last), add, lambda sums: sums, sums), None
 
         rows = operands[0].shape[:3]
         zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype), jnp.zeros(rows, problem.acc_dtype)

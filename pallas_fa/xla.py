@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_fa import chunks, masks, reference, tile
@@ -24,7 +25,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any) -> 
         return reference.attention(problem, q, k, v, score, mask)  # nothing to compute, and no chunk of size 0
     q, k, v = prepare(problem, q, k, v, mask)
     queries, keys = chunks.of_problem(problem)
-    first, last = chunks.visits(mask and mask.kv_range, queries, keys)
+    visited = chunks.visits(mask and mask.kv_range, queries, keys)
 
     def q_step(i, outputs):
         q_i = heads_first(queries.cut(q, i, 1))
@@ -39,17 +40,14 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any) -> 
 
         rows = q_i.shape[:3]
         start = tile.softmax_start(rows, problem.acc_dtype), jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
-        state, acc = lax.fori_loop(first[i], last[i], kv_step, start)
+        state, acc = lax.fori_loop(*visited(i), kv_step, start)
         factor, lse_i = tile.softmax_finish(state)
         results = (acc * factor[..., None]).astype(problem.dtype), lse_i
         # Rows that two chunks share are complete in both: it does no harm that they are written twice.
-        return tuple(
-            lax.dynamic_update_slice_in_dim(x, jnp.swapaxes(x_i, 1, 2), queries.start(i), 1)
-            for x, x_i in zip(outputs, results, strict=True)
-        )
+        return tuple(queries.put(x, heads_first(x_i), i, 1) for x, x_i in zip(outputs, results, strict=True))
 
     start = jnp.zeros((B, T, N, problem.Hv), problem.dtype), jnp.zeros((B, T, N), problem.acc_dtype)
-    return lax.fori_loop(0, queries.count, q_step, start)
+    return lax.fori_loop(np.int32(0), np.int32(queries.count), q_step, start)
 
 
 def backward(
@@ -68,7 +66,7 @@ def backward(
     d_out = d_out.astype(matmul_dtype(problem))
     q, k, v = prepare(problem, q, k, v, mask)
     queries, keys = chunks.of_problem(problem)
-    first, last = chunks.visits(mask and mask.q_range, keys, queries)
+    visited = chunks.visits(mask and mask.q_range, keys, queries)
 
     def kv_step(j, carry):
         k_j, v_j = (heads_first(keys.cut(x, j, 1)) for x in (k, v))
@@ -94,7 +92,7 @@ def backward(
 
         dq, dk, dv, d_arrays = carry
         zeros = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), acc_dtype) for x in (k_j, v_j))
-        dq, dk_j, dv_j, d_arrays = lax.fori_loop(first[j], last[j], q_step, (dq, *zeros, d_arrays))
+        dq, dk_j, dv_j, d_arrays = lax.fori_loop(*visited(j), q_step, (dq, *zeros, d_arrays))
         dk, dv = (keys.add(d, jnp.transpose(d_j, (0, 3, 1, 2)), j, 1) for d, d_j in ((dk, dk_j), (dv, dv_j)))
         return dq, dk, dv, d_arrays
 
@@ -102,6 +100,6 @@ def backward(
     q_t, d_out_t = (transposed(problem, x) for x in (q, d_out))
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
     d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
-    dq, dk, dv, d_arrays = lax.fori_loop(0, keys.count, kv_step, (*zeros, d_arrays))
+    dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), np.int32(keys.count), kv_step, (*zeros, d_arrays))
     dq, dk, dv = (x.astype(problem.dtype) for x in (dq, dk, dv))
     return dq, dk, dv, tuple(d.astype(a.dtype) for d, a in zip(d_arrays, arrays, strict=True))

@@ -205,12 +205,11 @@ def test_layers_share_the_memory_of_their_sums():
 
 
 def test_a_kernel_compiles_in_seconds():
-    """Of this process: other tests share the machine's cores."""
     x = jax.ShapeDtypeStruct((1, 4000, 4, 128), jnp.bfloat16)
     call = functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="mosaic_gpu")
-    start = time.process_time()
+    start = time.perf_counter()
     jax.jit(call).lower(x, x, x).compile()
-    assert time.process_time() - start < 8
+    assert time.perf_counter() - start < 8
 
 
 def test_the_default_on_hopper_is_the_kernel():

@@ -4,6 +4,7 @@ Times are CPU seconds of the process, which other work on the machine slows less
 the median of imports, and the least for what is as short as tracing.
 """
 
+import functools
 import statistics
 import subprocess
 import sys
@@ -133,12 +134,19 @@ _CALLS = {
 
 @pytest.mark.parametrize("name", _CALLS)
 def test_tracing_and_lowering_a_call_takes_under_50_ms(name):
-    """A new function each time, so that JAX has nothing of it cached; warm means that the process has done one before."""
+    """At most three times jax.nn's own call, which takes 14 ms where nothing else runs: so 42 ms there.
+
+    The two in turn, since how fast a shared machine is changes: it has taken twice as long for both. A new function each
+    time, so that JAX has nothing of it cached; warm means that the process has done one before.
+    """
     x = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.float32)
-    seconds = []
-    for _ in range(8):
-        attend = jax.jit(_CALLS[name]())
+
+    def seconds(call):
+        attend = jax.jit(lambda q, k, v: call(q, k, v))
         start = time.process_time()
         attend.lower(x, x, x)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05, f"{seconds}"
+        return time.process_time() - start
+
+    peer = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    both = [(seconds(_CALLS[name]()), seconds(peer)) for _ in range(15)]
+    assert statistics.median(ours / theirs for ours, theirs in both) < 3, f"(ours, jax.nn's): {both}"
