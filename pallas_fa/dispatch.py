@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_fa import partitioned, platforms, reference, xla
+from pallas_fa import reference, xla
 from pallas_fa.mosaic_gpu import support
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays, with_float_arrays
@@ -117,6 +117,8 @@ _PORTABLE = {
 @functools.cache
 def _kernels(elsewhere: str | None) -> Implementation:
     """The GPU kernels where the program is lowered for CUDA; implementation `elsewhere`, or an error, on other platforms."""
+    from pallas_fa import partitioned, platforms
+
     other = _PORTABLE[elsewhere] if elsewhere else None
 
     def forward(problem, *operands):

@@ -17,7 +17,7 @@ from pallas_fa import masks, scores
 from pallas_fa.mosaic_gpu.config import Config, ForwardConfig, forward_configs
 from tests import cases
 from tests.cases import Case
-from tests.lowering import kernels
+from tests.lowering import kernels, time_in_calls_of_jax_nn
 
 BASE = Case(200, 300, dtype="bfloat16", N=4, K=2, H=64, Hv=64, batch=(2,))
 HEAD_DIMS = ((8, 8), (64, 64), (72, 72), (128, 128), (192, 128), (64, 128), (128, 64), (256, 256), (136, 24))
@@ -145,13 +145,7 @@ def test_a_wrong_configuration_says_why(arguments, message):
 
 
 def test_a_lowering_takes_less_than_a_second():
-    """Warm, of this thread alone: other tests run beside this one."""
-    import time
-
+    """60 of jax.nn's 14 ms. Nearly all of it is Mosaic's own; it has taken 35."""
     x = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
-    seconds = []
-    for _ in range(3):
-        start = time.thread_time()
-        kernels(lambda q, k, v: pallas_fa.dot_product_attention(q, k, v, implementation="mosaic_gpu"), x, x, x)
-        seconds.append(time.thread_time() - start)
-    assert min(seconds) < 1.0
+    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu")
+    assert time_in_calls_of_jax_nn(lambda: kernels(lambda q, k, v: call(q, k, v), x, x, x), rounds=5) < 60
