@@ -28,6 +28,7 @@ from tests.lowering import kernels
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 WIDE = dataclasses.replace(BASE, H=128, Hv=128)
 ONE_LOOP = Config(backward=BackwardConfig(one_loop=True))
+PAIRED = Config(backward=BackwardConfig(paired=True))
 ONE_STAGE = Config(backward=BackwardConfig(compute_wgs=1, width=64, stages=(1, 1), ds_stages=1))
 
 CASES = {
@@ -54,6 +55,21 @@ CASES = {
     ),
     "one loop, window": (dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"), {"config": ONE_LOOP}),
     "one loop, segments": (dataclasses.replace(WIDE, T=260, S=260, mask="segments"), {"config": ONE_LOOP}),
+    "pairs, full": (dataclasses.replace(WIDE, T=128, S=300), {"config": PAIRED}),
+    "pairs, causal, grouped heads": (
+        dataclasses.replace(WIDE, T=300, S=300, N=4, K=2, mask="causal"),
+        {"config": PAIRED},
+    ),
+    "pairs, causal, wide tiles": (
+        dataclasses.replace(BASE, T=300, S=300, mask="causal"),
+        {"config": Config(backward=BackwardConfig(width=128, paired=True))},
+    ),
+    "pairs, segments": (dataclasses.replace(WIDE, T=300, S=300, mask="segments"), {"config": PAIRED}),
+    "pairs, empty rows": (dataclasses.replace(WIDE, S=300, batch=(2,), mask="lengths"), {"config": PAIRED}),
+    "pairs, a pass for dQ": (
+        dataclasses.replace(BASE, T=300, S=200, mask="causal", score="bias_head_rows"),
+        {"config": PAIRED},
+    ),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
@@ -273,6 +289,12 @@ def test_every_config_lowers(gives, H):
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )
+
+
+@pytest.mark.parametrize("option", [ONE_LOOP, PAIRED])
+@pytest.mark.parametrize("mask", ["causal", "segments"])
+def test_options_of_a_config_lower(option, mask):
+    assert lower_backward(dataclasses.replace(LOWERED, H=128, Hv=128, mask=mask), config=option) == 1
 
 
 def test_deterministic_gradients_take_passes_without_additions():

@@ -110,7 +110,7 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any
             *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in plan.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in plan.summed),
         ),
-        blocks=dims.B * plan.heads * plan.blocks,
+        blocks=dims.B * plan.heads * backward_work.launched(plan),
         warpgroups=c.compute_wgs + 1,
         scratch=plan.scratch(),
     )

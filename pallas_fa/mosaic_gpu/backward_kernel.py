@@ -30,14 +30,16 @@ from pallas_fa.mosaic_gpu.registers import anew
 def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
     """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
     gmem, c = memory.named(plan, refs), plan.config
-    block = work.block_of(plan, section)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
     @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        _Compute(plan, block, wg, gmem, scratch).run()
+        work.for_blocks(plan, section, lambda block: _Compute(plan, block, wg, gmem, scratch).run())
+        if plan.fused:
+            plan.barriers(scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == c.compute_wgs)
     def _():
@@ -45,9 +47,9 @@ def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: memory.load(plan, block, gmem, scratch))
+            pl.when(warp == 0)(lambda: memory.load(plan, section, gmem, scratch))
             if plan.fused:
-                pl.when(warp == 1)(lambda: memory.store_dq(plan, block, gmem, scratch))
+                pl.when(warp == 1)(lambda: memory.store_dq(plan, section, gmem, scratch))
 
 
 class _Compute:
@@ -63,6 +65,7 @@ class _Compute:
         self.own_b = matrix("own_b") if "own_b_smem" in scratch else self.own_a
 
     def run(self):
+        """Returns the steps of these threads so far."""
         plan, scratch = self.plan, self.scratch
         plgpu.barrier_wait(scratch["own_a_ready"])
         if plan.zeroes_own:
@@ -74,17 +77,18 @@ class _Compute:
         def steps(*accs):
             a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
             b_accs = accs[len(a_accs) :]
-            work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
-            return tuple(acc[...] for acc in accs)
+            done = work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
+            return (*(acc[...] for acc in accs), done)
 
         stand_ins = []
         for name, tiles, gives in (("a", plan.own_a, plan.gives_a), ("b", plan.own_b, plan.gives_b)):
             if plan.interpret and gives:
                 stand_ins += [scratch[f"d_{name}_stand_in"].at[self.wg, i] for i in range(tiles.chunks)]
         shapes = [(64, tiles.chunk) for tiles in given for _ in range(tiles.chunks)]
-        results = list(self.core.across_loops(steps, stand_ins, *shapes))
+        *results, done = self.core.across_loops(steps, stand_ins, *shapes)
         d_a = [results.pop(0) for _ in range(plan.own_a.chunks)] if plan.gives_a else None
         self._store(d_a, results)
+        return done
 
     def _store(self, d_a, d_b):
         """Stores the gradients of the own operands through their shared memory."""
@@ -105,9 +109,9 @@ class _Compute:
         for tiles, smem, gmem in stores:
             copied = tiles.views(self.scratch[smem])[1].at[:, self.rows]
             tiles.store(copied, gmem, block.b, pl.ds(block.start + self.wg * 64, 64), block.head)
-        if plan.fused:
-            self.barriers["dq_free"].wait(self.wg)  # the last arrival, which no step waited for
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if plan.config.paired:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.barriers["own_free"].arrive()
 
     def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""

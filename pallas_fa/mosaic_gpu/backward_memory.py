@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import backward_work as work
 from pallas_fa.mosaic_gpu.backward_plan import Plan
-from pallas_fa.mosaic_gpu.backward_work import Block
 
 
 class Refs(NamedTuple):
@@ -53,8 +52,20 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
     )
 
 
-def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
+def load(plan: Plan, section: int, gmem: Refs, scratch: dict[str, Any]) -> None:
     """The load warp."""
+    c, barriers = plan.config, plan.barriers(scratch)
+    steps = work.for_blocks(plan, section, lambda block: _load_block(plan, block, gmem, scratch))
+    # Every completed phase of a barrier is waited for before the threads end.
+    for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
+        for slot in range(stages):
+            pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
+    if c.paired:
+        barriers["own_free"].wait()
+
+
+def _load_block(plan, block, gmem, scratch):
+    """Loads all that one block needs; returns the steps of these threads so far."""
     c, b = plan.config, block.b
     barriers = plan.barriers(scratch)
     copy = plgpu.copy_gmem_to_smem
@@ -66,6 +77,18 @@ def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
         tiles.load(getattr(gmem, name), b, own, block.head, tiles.views(scratch[f"{name}_smem"])[1], ready)
         if not plan.by_keys:
             copy(getattr(gmem, statistic).at[b, block.head, own], scratch[f"{statistic}_smem"].at[0], ready)
+
+    def load_rest_of_own():
+        if c.paired:
+            pl.when(block.is_second)(lambda: barriers["own_free"].wait())
+            load_own("own_a", "start")
+        if plan.gives_a:
+            load_own("own_b", "delta")
+
+    def at_first(done):
+        """What may come after the first tile of the other sequence: of a pair's second block, that is all."""
+        if c.paired or plan.gives_a:
+            pl.when(done == block.done)(load_rest_of_own)
 
     def load_array(a, n, slot, others):
         array, smem = plan.arrays[a], scratch[f"array{a}_smem"].at[slot]
@@ -83,7 +106,8 @@ def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
         if plan.by_keys and statistic:
             copy(getattr(gmem, statistic).at[b, n, others], scratch[f"{statistic}_smem"].at[slot], ready)
 
-    load_own("own_a", "start")
+    if not c.paired:
+        load_own("own_a", "start")
 
     def head(n, done):
         first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
@@ -95,8 +119,7 @@ def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
             load_other("other_a", "start", n, slots[0], others)
             for a in plan.of_kind("row", "column", "tile"):
                 load_array(a, n, slots[0], others)
-            if plan.gives_a:
-                pl.when(done == 0)(lambda: load_own("own_b", "delta"))
+            at_first(done)
             pl.when(done >= c.stages[1])(lambda: barriers["other_b_free"].wait(slots[1]))
             load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
             return done + 1
@@ -104,14 +127,11 @@ def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
         return lax.fori_loop(first, last, step, done)
 
     steps = work.for_heads(plan, block, head)
-    if plan.gives_a:
-        pl.when(steps == 0)(lambda: load_own("own_b", "delta"))
-    for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
-        for slot in range(stages):  # every completed phase of a barrier is waited for before the block ends
-            pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
+    at_first(steps)
+    return steps
 
 
-def store_dq(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
+def store_dq(plan: Plan, section: int, gmem: Refs, scratch: dict[str, Any]) -> None:
     """The store warp: adds the tiles of dQ that the compute warpgroups stage."""
     c, dq_smem = plan.config, scratch["dq_smem"]
     barriers = plan.barriers(scratch)
@@ -119,7 +139,10 @@ def store_dq(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> N
     for wg in range(c.compute_wgs):
         dq_free.arrive(wg)
 
-    def head(n, done):
+    def store_block(block):
+        return work.for_heads(plan, block, lambda n, done: store_head(block, n, done))
+
+    def store_head(block, n, done):
         first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
 
         def step(tile, done):
@@ -137,5 +160,5 @@ def store_dq(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> N
 
         return lax.fori_loop(first, last, step, done)
 
-    work.for_heads(plan, block, head)
+    work.for_blocks(plan, section, store_block)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

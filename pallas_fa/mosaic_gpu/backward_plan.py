@@ -285,6 +285,8 @@ class Plan:
         )
         if self.fused:
             counts |= dict(dq_ready=(wgs, 1, warpgroup, warp), dq_free=(wgs, 1, warp, warpgroup))
+        if c.paired:
+            counts["own_free"] = 1, wgs, warpgroup * wgs, warp
         first, barriers = FIRST_FREE, {}
         for name, (count, arrivals, arriving, waiting) in counts.items():
             barriers[name] = NamedBarrier(first, arriving, waiting, meeting=name == "wgs_meet"), count, arrivals

@@ -81,7 +81,8 @@ class BackwardConfig:
     against `width` positions of the other at a time. `stages`: depths of the rings of the two operands that come with
     these (of queries and output gradients, or keys and values). `ds_stages`: tiles of logit gradients in shared memory,
     of the fused pass. `head_section`: as for the forward kernel. `one_loop`: tiles that the mask cuts are visited in one
-    loop with the others, where a branch tests single logits, and not in loops of their own: a third less code.
+    loop with the others, where a branch tests single logits, and not in loops of their own: a third less code. `paired`:
+    as for the forward kernel.
     """
 
     compute_wgs: int = 2
@@ -90,6 +91,7 @@ class BackwardConfig:
     ds_stages: int = 2
     head_section: int = 8
     one_loop: bool = False
+    paired: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
