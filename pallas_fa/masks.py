@@ -201,16 +201,16 @@ class Segments(Mask):
         return self.q_ids == self.kv_ids
 
     def kv_range(self, t_lo, t_hi):
-        return ranges.hull(*ranges.overlaps(self.q_ids, 2, t_lo, t_hi, self.kv_ids, 3))
+        return ranges.of_shared_ids(self.q_ids, 2, t_lo, t_hi, self.kv_ids, 3)
 
     def q_range(self, s_lo, s_hi):
-        return ranges.hull(*ranges.overlaps(self.kv_ids, 3, s_lo, s_hi, self.q_ids, 2))
+        return ranges.of_shared_ids(self.kv_ids, 3, s_lo, s_hi, self.q_ids, 2)
 
     def full_kv_range(self, t_lo, t_hi):
-        return ranges.first_run(*ranges.equals(self.q_ids, 2, t_lo, t_hi, self.kv_ids, 3))
+        return ranges.of_one_id(self.q_ids, 2, t_lo, t_hi, self.kv_ids, 3)
 
     def full_q_range(self, s_lo, s_hi):
-        return ranges.first_run(*ranges.equals(self.kv_ids, 3, s_lo, s_hi, self.q_ids, 2))
+        return ranges.of_one_id(self.kv_ids, 3, s_lo, s_hi, self.q_ids, 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Ranges of positions: intervals [lo, hi), and how arrays answer for the tiles of a sequence."""
 
+import functools
 from typing import Any
 
 import jax
@@ -60,28 +61,77 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
     return reduce(jnp.take(x, jnp.asarray(rows), axis=axis), axis=axis + 1)
 
 
-def blocks(x: Any, axis: int, reduce: Any) -> tuple[Any, int]:
+def blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[Any, int]:
     """x [B, N, T, S] with `axis` cut into blocks, moved last: ([B, N, tiles, blocks], block size or 0 for 'all alike')."""
     size = x.shape[axis]
-    block = _block_size(size)
+    block = block or _block_size(size)
     if block > 1:
         starts = np.arange(0, size, block)
         x = reduce_tiles(x, axis, starts, starts + block, reduce)
     return (x if axis == 3 else jnp.swapaxes(x, 2, 3)), (block if size > 1 else 0)
 
 
-def overlaps(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> tuple[Any, int]:
-    """Which blocks of `others` hold an id between the smallest and the largest id of each tile of `ids`."""
-    low, high = (_along_tiles(reduce_tiles(ids, axis, lo, hi, f), axis) for f in (jnp.min, jnp.max))
-    (other_low, block), (other_high, _) = (blocks(others, other_axis, f) for f in (jnp.min, jnp.max))
-    return (other_low <= high) & (low <= other_high), block
+def of_shared_ids(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> Range:
+    """For each tile [lo, hi) of `ids`: a range of `others` outside which none of its ids is."""
+    answer = lambda lo, hi: hull(*_may_share(ids, axis, lo, hi, others, other_axis))
+    return _by_blocks(answer, ids.shape[axis], lo, hi, others.shape[other_axis], (jnp.minimum, jnp.maximum))
 
 
-def equals(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> tuple[Any, int]:
-    """Which blocks of `others` hold one id only, the one id of the tile of `ids`."""
-    low, high = (_along_tiles(reduce_tiles(ids, axis, lo, hi, f), axis) for f in (jnp.min, jnp.max))
-    (other_low, block), (other_high, _) = (blocks(others, other_axis, f) for f in (jnp.min, jnp.max))
+def of_one_id(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> Range:
+    """For each tile [lo, hi) of `ids`: a range of `others` where all ids are the one id of the tile."""
+    answer = lambda lo, hi: first_run(*_are_alike(ids, axis, lo, hi, others, other_axis))
+    return _by_blocks(answer, ids.shape[axis], lo, hi, others.shape[other_axis], (jnp.maximum, jnp.minimum))
+
+
+def _by_blocks(answer, size, lo, hi, other_size, join):
+    """answer(lo, hi), where tiles are some whole blocks had from the answers for these.
+
+    Where queries and keys have the same ids, a GPU then finds the smallest and the largest of blocks of both in one kernel,
+    and both ranges in a second; each kernel more takes 2 to 3 us.
+    """
+    lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
+    block, tile = _id_block(other_size), max(int(hi[0] - lo[0]), 1)
+    starts = np.arange(0, size, tile)
+    regular = np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size))
+    count, every = size // block, tile // block
+    if not regular or tile % block or size % block or every not in (2, 3, 4):
+        return answer(lo, hi)
+    found = answer(np.arange(0, size, block), np.arange(block, size + 1, block))
+    found = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % every)), mode="edge") for x in found)
+    first, end = (
+        functools.reduce(f, (x[..., i::every] for i in range(every))) for f, x in zip(join, found, strict=True)
+    )
+    return first, end
+
+
+def _id_block(size):
+    return 64 if size >= 1024 else 1  # the tiles of the kernels are multiples of 64
+
+
+def _may_share(ids, axis, lo, hi, others, other_axis):
+    """(which blocks of `others` may hold an id of each tile of `ids`, block size)."""
+    sides = ids, axis, lo, hi, others, other_axis
+    (low, other_low, block), (high, other_high, _) = _reduced(jnp.min, *sides), _reduced(jnp.max, *sides)
+    hit = (other_low <= high) & (low <= other_high)
+    if block > 1:
+        # Of documents 1 to 8 with zeros behind them, the block where the zeros start spans all ids, but holds two.
+        ids, others = (jnp.uint32(1) << (x.astype(jnp.uint32) & 31) for x in (ids, others))
+        bits, other_bits, _ = _reduced(jnp.bitwise_or.reduce, ids, axis, lo, hi, others, other_axis)
+        hit &= (bits & other_bits) != 0
+    return hit, block
+
+
+def _are_alike(ids, axis, lo, hi, others, other_axis):
+    """(which blocks of `others` hold one id only, the one id of each tile of `ids`, block size)."""
+    sides = ids, axis, lo, hi, others, other_axis
+    (low, other_low, block), (high, other_high, _) = _reduced(jnp.min, *sides), _reduced(jnp.max, *sides)
     return (low == high) & (other_low == low) & (other_high == low), block
+
+
+def _reduced(reduce, ids, axis, lo, hi, others, other_axis):
+    """(`reduce` of each tile of `ids`, of each block of `others`, block size)."""
+    tiles = reduce_tiles(ids, axis, lo, hi, reduce)
+    return _along_tiles(tiles, axis), *blocks(others, other_axis, reduce, _id_block(others.shape[other_axis]))
 
 
 def _along_tiles(x, axis):

@@ -136,14 +136,14 @@ def test_ranges_of_array_masks(fit, mask_and_size, tile):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_of_long_arrays(seed):
-    """From 2048 positions on arrays are looked at in blocks of several."""
+    """Ids from 1024 positions on, bool arrays from 8193 on are looked at in blocks of several."""
     rng = np.random.default_rng(seed)
-    for T, S in ((6, 2309), (2309, 6)):
+    for T, S in ((6, 2309), (2309, 6), (6, 9002)):
         q_ids, kv_ids = (np.sort(rng.integers(0, 4, (B, size)), axis=-1) for size in (T, S))
         segments = Segments(q_ids, kv_ids)
         dense = Dense(np.kron(rng.random((B, 1, T // 3, S // 3)) < 0.8, np.ones((4, 4), bool))[..., :T, :S] > 0)
         for mask in (segments, dense, dense & segments | Window(900, 900)):
-            for tile in (4, 2309):
+            for tile in (4, max(T, S)):
                 check_ranges(bind(mask, T, S), T, S, tile, fit=True)
 
 
@@ -388,6 +388,41 @@ def test_ranges_of_documents_follow_the_documents():
     for question in (mask.kv_range, mask.q_range, mask.full_kv_range, mask.full_q_range):
         lo, hi = (np.broadcast_to(x, (B, N, 4)) for x in question(starts, starts + 4))
         assert (lo == starts).all() and (hi == starts + 4).all()
+
+
+@pytest.mark.parametrize("tile", [64, 128, 192, 256, 704])
+def test_ranges_of_long_documents_follow_the_documents(tile):
+    """Long ids are looked at in blocks of 64, which these documents are multiples of; the last tile is short."""
+    ids = np.repeat([3, 1, 4, 0], [704, 704, 640, 64])
+    mask = bind(Segments(ids, ids), ids.size, ids.size)
+    starts = np.arange(0, ids.size, tile)
+    ends = np.minimum(starts + tile, ids.size)
+
+    def check(question, hit):
+        lo, hi = (np.asarray(x).reshape(-1) for x in question(starts, ends))
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            at = np.flatnonzero(hit(start, end))
+            if at.size:
+                assert (lo[i], hi[i]) == (at[0], at[-1] + 1)
+            else:
+                assert lo[i] >= hi[i]
+
+    for question in (mask.kv_range, mask.q_range):
+        check(question, lambda start, end: np.isin(ids, ids[start:end]))
+    for question in (mask.full_kv_range, mask.full_q_range):
+        check(question, lambda start, end: (ids[start:end, None] == ids).all(axis=0))
+
+
+def test_zeros_behind_documents_do_not_widen_their_ranges():
+    """The block where they start holds the largest id and the smallest, but none between."""
+    ids = np.repeat([1, 2, 3, 0], [500, 700, 600, 248])
+    mask = bind(Segments(ids, ids), ids.size, ids.size)
+    starts = np.arange(0, ids.size, 128)
+    for question in (mask.kv_range, mask.q_range):
+        lo, hi = (np.asarray(x).reshape(-1) for x in question(starts, starts + 128))
+        for i, start in enumerate(starts):
+            at = np.flatnonzero(np.isin(ids, ids[start : start + 128]))
+            assert (lo[i], hi[i]) == (at[0] // 64 * 64, -(-(at[-1] + 1) // 64) * 64)
 
 
 def test_ranges_of_a_dense_mask_follow_its_blocks():
