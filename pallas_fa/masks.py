@@ -195,7 +195,11 @@ class Segments(Mask):
             object.__setattr__(self, name, offsets.int_array(name, getattr(self, name)))
 
     def bind(self, dims, lengths):
-        return Segments(dims.spanning("q_ids", self.q_ids, "BT"), dims.spanning("kv_ids", self.kv_ids, "BS"))
+        q_ids, kv_ids = dims.spanning("q_ids", self.q_ids, "BT"), dims.spanning("kv_ids", self.kv_ids, "BS")
+        for name, ids, other, own in (("q_ids", q_ids, 3, "query: [*B, T]"), ("kv_ids", kv_ids, 2, "key: [*B, S]")):
+            if ids.shape[other] > 1:
+                raise ValueError(f"{name}.shape={ids.shape} varies over both sequences. Give one id per {own}.")
+        return Segments(q_ids, kv_ids)
 
     def allowed(self, b, n, t, s):
         return self.q_ids == self.kv_ids

@@ -94,7 +94,7 @@ def _by_blocks(answer, size, lo, hi, other_size, join):
     starts = np.arange(0, size, tile)
     regular = np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size))
     count, every = size // block, tile // block
-    if not regular or tile % block or size % block or every not in (2, 3, 4):
+    if block == 1 or not regular or tile % block or size % block or every not in (2, 3, 4):
         return answer(lo, hi)
     found = answer(np.arange(0, size, block), np.arange(block, size + 1, block))
     found = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % every)), mode="edge") for x in found)
@@ -113,7 +113,7 @@ def _may_share(ids, axis, lo, hi, others, other_axis):
     sides = ids, axis, lo, hi, others, other_axis
     (low, other_low, block), (high, other_high, _) = _reduced(jnp.min, *sides), _reduced(jnp.max, *sides)
     hit = (other_low <= high) & (low <= other_high)
-    if block > 1:
+    if block > 1 and ids.dtype == others.dtype:
         # Of documents 1 to 8 with zeros behind them, the block where the zeros start spans all ids, but holds two.
         ids, others = (jnp.uint32(1) << (x.astype(jnp.uint32) & 31) for x in (ids, others))
         bits, other_bits, _ = _reduced(jnp.bitwise_or.reduce, ids, axis, lo, hi, others, other_axis)

@@ -222,6 +222,11 @@ BAD = {
         ValueError,
         ("q_ids.shape=(2, 6)", "[B, T]", "(2, 5)", "Reshape"),
     ),
+    "array of a Segments mask over both sequences": (
+        {"mask": masks.Segments(np.zeros((B, 1, T, S), int), np.zeros((B, S), int))},
+        ValueError,
+        ("q_ids.shape=(2, 1, 5, 6)", "varies over both", "[*B, T]"),
+    ),
     "offsets of a Causal mask": (
         {"mask": masks.Causal(offset=np.zeros(3, int))},
         ValueError,

@@ -10,6 +10,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_fa
@@ -45,6 +46,31 @@ def test_lengths_given_twice_lower():
         return jax.grad(lambda q: call(q, q, q, key_value_seq_lengths=a, implementation="mosaic_gpu").sum())(q)
 
     assert kernels(gradient, q, lengths, lengths) == 2
+
+
+@pytest.mark.parametrize("score", ["plain", "soft_cap", "alibi"])
+@pytest.mark.parametrize("mask", ["full", "window_causal", "segments", "dense"])
+def test_kernels_lower_with_64_bit_types(mask, score):
+    case = dataclasses.replace(BASE, mask=mask, score=score)
+    inputs = case.inputs()
+    arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype.name.replace("64", "32"))), inputs.arrays
+    )
+
+    def gradient(q, k, v, arrays):
+        call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu")
+        return jax.grad(lambda q: call(q, k, v, **inputs.keywords(arrays)).astype(jnp.float32).sum())(q)
+
+    with jax.enable_x64(True):
+        assert kernels(gradient, *inputs.qkv, arrays) == 2
+
+
+def test_the_default_runs_on_a_cpu_with_64_bit_types():
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+        out = jax.jit(lambda x: pallas_fa.dot_product_attention(x, x, x, is_causal=True))(x)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
+    assert out.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("score", cases.SCORES)

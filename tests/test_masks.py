@@ -413,6 +413,14 @@ def test_ranges_of_long_documents_follow_the_documents(tile):
         check(question, lambda start, end: (ids[start:end, None] == ids).all(axis=0))
 
 
+@pytest.mark.parametrize("T, S", [(3, 1), (1, 3), (4, 1), (3, 1024)])
+def test_ranges_of_ids_that_one_side_has_one_of(T, S):
+    q_ids, kv_ids = np.arange(T), np.zeros((1, 1, 1, 1), int)
+    for mask in (Segments(q_ids, kv_ids), Segments(np.zeros((1, 1, 1, 1), int), np.arange(S))):
+        for tile in (1, 2, 3, 4):
+            check_ranges(bind(mask, T, S), T, S, tile, fit=True)
+
+
 def test_zeros_behind_documents_do_not_widen_their_ranges():
     """The block where they start holds the largest id and the smallest, but none between."""
     ids = np.repeat([1, 2, 3, 0], [500, 700, 600, 248])
