@@ -1,5 +1,6 @@
 """Programs lowered for CUDA, which needs no GPU, and how long lowering takes."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -18,8 +19,9 @@ def kernels(fn: Callable[..., Any], *args: Any) -> int:
 def time_in_calls_of_jax_nn(lower: Callable[[], Any], rounds: int) -> float:
     """How often jax.nn's call is traced and lowered in the time of `lower()`: the median of `rounds`, after a warm-up.
 
-    Both in turn, in CPU seconds of this thread, because how fast a shared machine is changes from minute to minute.
-    jax.nn's takes 14 ms on two idle cores of 2.5 GHz.
+    In turn and for the same time each, in CPU seconds of this thread, because how fast a shared machine is changes from
+    moment to moment; without garbage collection, which would go through what other tests have left. jax.nn's takes 14 ms on
+    two idle cores of 2.5 GHz.
     """
     x = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.float32)
 
@@ -31,4 +33,14 @@ def time_in_calls_of_jax_nn(lower: Callable[[], Any], rounds: int) -> float:
         fn()
         return time.thread_time() - start
 
-    return statistics.median([seconds(lower) / seconds(peer) for _ in range(rounds + 1)][1:])
+    def quotient():
+        ours, theirs = seconds(lower), []
+        while sum(theirs) < ours:
+            theirs.append(seconds(peer))
+        return ours / statistics.mean(theirs)
+
+    gc.disable()
+    try:
+        return statistics.median([quotient() for _ in range(rounds + 1)][1:])
+    finally:
+        gc.enable()

@@ -171,7 +171,7 @@ def test_a_wrong_configuration_says_why(arguments, message):
 
 
 def test_a_lowering_takes_less_than_a_second():
-    """60 of jax.nn's 14 ms. Nearly all of it is Mosaic's own; it has taken 35."""
+    """70 of jax.nn's 14 ms. Nearly all of it is Mosaic's own; it has taken 35 to 45."""
     x = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
     call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu")
-    assert time_in_calls_of_jax_nn(lambda: kernels(lambda q, k, v: call(q, k, v), x, x, x), rounds=5) < 60
+    assert time_in_calls_of_jax_nn(lambda: kernels(lambda q, k, v: call(q, k, v), x, x, x), rounds=5) < 70

@@ -133,6 +133,6 @@ _CALLS = {
 
 @pytest.mark.parametrize("name", _CALLS)
 def test_tracing_and_lowering_a_call_takes_under_50_ms(name):
-    """Three of jax.nn's 14 ms are 42. A new function each time, so that JAX has nothing of it cached."""
+    """3.5 of jax.nn's 14 ms are 49. A new function each time, so that JAX has nothing of it cached."""
     x = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.float32)
-    assert time_in_calls_of_jax_nn(lambda: jax.jit(_CALLS[name]()).lower(x, x, x), rounds=15) < 3
+    assert time_in_calls_of_jax_nn(lambda: jax.jit(_CALLS[name]()).lower(x, x, x), rounds=15) < 3.5
