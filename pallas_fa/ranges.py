@@ -52,13 +52,20 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
     if x.shape[axis] == 1:
         return x
     lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
-    size, tile = x.shape[axis], max(int(hi[0] - lo[0]), 1)
-    even = size % tile == 0 and np.array_equal(lo, np.arange(0, size, tile)) and np.array_equal(hi, lo + tile)
-    if even:  # no gather
+    size = x.shape[axis]
+    tile = _regular_tile(lo, hi, size)
+    if tile and size % tile == 0:  # no gather
         return reduce(x.reshape(*x.shape[:axis], lo.size, tile, *x.shape[axis + 1 :]), axis=axis + 1)
     within = np.arange(max(int((hi - lo).max()), 1))
     rows = np.minimum(lo[:, None] + within, np.minimum(hi, size)[:, None] - 1)
     return reduce(jnp.take(x, jnp.asarray(rows), axis=axis), axis=axis + 1)
+
+
+def _regular_tile(lo, hi, size):
+    """The size of the tiles [lo, hi) where they follow each other to the end, the last one as far as it goes; else 0."""
+    tile = max(int(hi[0] - lo[0]), 1)
+    starts = np.arange(0, size, tile)
+    return tile if np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size)) else 0
 
 
 def blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[Any, int]:
@@ -90,11 +97,9 @@ def _by_blocks(answer, size, lo, hi, other_size, join):
     and both ranges in a second; each kernel more takes 2 to 3 us.
     """
     lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
-    block, tile = _id_block(other_size), max(int(hi[0] - lo[0]), 1)
-    starts = np.arange(0, size, tile)
-    regular = np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size))
+    block, tile = _id_block(other_size), _regular_tile(lo, hi, size)
     count, every = size // block, tile // block
-    if block == 1 or not regular or tile % block or size % block or every not in (2, 3, 4):
+    if block == 1 or tile % block or size % block or every not in (2, 3, 4):
         return answer(lo, hi)
     found = answer(np.arange(0, size, block), np.arange(block, size + 1, block))
     found = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % every)), mode="edge") for x in found)

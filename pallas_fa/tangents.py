@@ -65,6 +65,8 @@ def _sums_of_shares(problem, q, k, v, score, mask, lse):
     def of_rows(_, i, operands):
         def add_pair(sums, j, operands):
             add = lambda sums: jax.tree.map(jnp.add, sums, of_pair(i, j, operands))
+            if mask is None:
+                return add(sums), None
             first, last = visited(i)
             return lax.cond((first <= j) & (j < last), add, lambda sums: sums, sums), None
 

@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 def launched(plan: Plan) -> int:
     """Blocks of threads for one head."""
-    return -(-plan.blocks // 2) if plan.config.paired else plan.blocks
+    return schedule.launched(plan.blocks, plan.config.paired)
 
 
 def for_blocks(plan: Plan, section: int, role: Callable[[Block], Any]) -> Any:
@@ -37,9 +37,7 @@ def for_blocks(plan: Plan, section: int, role: Callable[[Block], Any]) -> Any:
     `section`: heads whose blocks run side by side. A pair is one block from each end of the sequence: under a causal mask,
     all pairs are then the same work.
     """
-    rest, head_in_section = schedule.quotient_and_rest(lax.axis_index("block"), section)
-    heads, number = schedule.quotient_and_rest(rest, launched(plan))
-    b, head = schedule.quotient_and_rest(heads * section + head_in_section, plan.heads)
+    b, head, number = schedule.place(section, launched(plan), plan.heads)
     from_end = plan.blocks - 1 - number
     # Longest first: under most masks later queries see more keys.
     first, second = (number, from_end) if plan.by_keys or plan.problem.mask is None else (from_end, number)

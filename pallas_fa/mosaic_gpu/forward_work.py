@@ -43,9 +43,7 @@ def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[An
 
     A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
     """
-    rest, head_in_section = schedule.quotient_and_rest(lax.axis_index("block"), section)
-    sections, share = schedule.quotient_and_rest(rest, shares(plan))
-    b, n = schedule.quotient_and_rest(sections * section + head_in_section, plan.problem.dims.N)
+    b, n, share = schedule.place(section, shares(plan), plan.problem.dims.N)
     from_end = _blocks(plan) - 1 - share
 
     def one(number, done, arrays_done):
@@ -65,7 +63,7 @@ def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[An
 
 def shares(plan: ForwardPlan) -> int:
     """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
-    return -(-_blocks(plan) // 2) if plan.paired else _blocks(plan)
+    return schedule.launched(_blocks(plan), plan.paired)
 
 
 def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:
