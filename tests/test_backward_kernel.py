@@ -27,8 +27,6 @@ from tests.lowering import kernels
 
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 WIDE = dataclasses.replace(BASE, H=128, Hv=128)
-ONE_LOOP = Config(backward=BackwardConfig(one_loop=True))
-PAIRED = Config(backward=BackwardConfig(paired=True))
 ONE_STAGE = Config(backward=BackwardConfig(compute_wgs=1, width=64, stages=(1, 1), ds_stages=1))
 
 CASES = {
@@ -49,27 +47,11 @@ CASES = {
         dataclasses.replace(BASE, T=270, S=270, N=1, H=256, Hv=256, mask="window_causal"),
         {},
     ),
-    "one loop, causal": (
-        dataclasses.replace(BASE, T=200, S=200, mask="causal"),
-        {"config": Config(backward=BackwardConfig(width=128, one_loop=True))},
+    "sums start at zeros": (
+        dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
+        {"config": Config(backward=BackwardConfig(first_store=False))},
     ),
-    "one loop, window": (dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"), {"config": ONE_LOOP}),
-    "one loop, segments": (dataclasses.replace(WIDE, T=260, S=260, mask="segments"), {"config": ONE_LOOP}),
-    "pairs, full": (dataclasses.replace(WIDE, T=128, S=300), {"config": PAIRED}),
-    "pairs, causal, grouped heads": (
-        dataclasses.replace(WIDE, T=300, S=300, N=4, K=2, mask="causal"),
-        {"config": PAIRED},
-    ),
-    "pairs, causal, wide tiles": (
-        dataclasses.replace(BASE, T=300, S=300, mask="causal"),
-        {"config": Config(backward=BackwardConfig(width=128, paired=True))},
-    ),
-    "pairs, segments": (dataclasses.replace(WIDE, T=300, S=300, mask="segments"), {"config": PAIRED}),
-    "pairs, empty rows": (dataclasses.replace(WIDE, S=300, batch=(2,), mask="lengths"), {"config": PAIRED}),
-    "pairs, a pass for dQ": (
-        dataclasses.replace(BASE, T=300, S=200, mask="causal", score="bias_head_rows"),
-        {"config": PAIRED},
-    ),
+    "tiles of dQ that nothing adds to": (dataclasses.replace(WIDE, T=300, S=100, mask="bottom_right"), {}),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
@@ -282,19 +264,14 @@ def test_every_length_lowers(T, S, dtype):
 
 @pytest.mark.parametrize("gives", [("dk", "dv", "dq"), ("dk", "dv"), ("dq",)])
 @pytest.mark.parametrize("H", [64, 128])
-def test_every_config_lowers(gives, H):
+@pytest.mark.parametrize("alike", [False, True])
+def test_every_config_lowers(gives, H, alike):
     deterministic = gives != ("dk", "dv", "dq")
-    for config in backward_configs(gives, H, H, grouped=False):
+    for config in backward_configs(gives, H, H, 4096, grouped=False, alike=alike, from_table=not alike):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )
-
-
-@pytest.mark.parametrize("option", [ONE_LOOP, PAIRED])
-@pytest.mark.parametrize("mask", ["causal", "segments"])
-def test_options_of_a_config_lower(option, mask):
-    assert lower_backward(dataclasses.replace(LOWERED, H=128, Hv=128, mask=mask), config=option) == 1
 
 
 def test_deterministic_gradients_take_passes_without_additions():

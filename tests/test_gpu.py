@@ -28,6 +28,12 @@ WIDE_CASES = tuple(
         for mask, score in (("packed", "plain"), ("dense", "bias"), ("lengths", "soft_cap"), ("causal", "everything"))
     )
 )
+# Ids whose ranges come from blocks of them; all blocks add to one tile of dQ; tiles of dQ that nothing is added to.
+LONG_CASES = tuple(
+    Case(T, S, mask, "plain", "bfloat16", N=4, K=2, H=H, Hv=H)
+    for T, S, mask in ((1500, 1500, "packed"), (100, 5000, "full"), (2000, 300, "bottom_right"))
+    for H in (64, 128)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +43,7 @@ def poisoned_memory():
         jax.block_until_ready(jnp.full((size,), jnp.nan, jnp.float32)).delete()
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES, ids=str)
+@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES, ids=str)
 def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 
@@ -68,6 +74,7 @@ RERUN_GRADIENTS = (
     Case(1024, 1024, "causal", "plain", "bfloat16", N=8, K=8, H=128, Hv=128),
     Case(1000, 1024, "packed", "plain", "bfloat16", N=8, K=2, H=64, Hv=64),
     Case(777, 900, "window_causal", "soft_cap", "float16", N=4, K=4, H=256, Hv=256),
+    Case(64, 8192, "full", "plain", "bfloat16", N=4, K=4, H=128, Hv=128),
 )
 
 

@@ -1,11 +1,11 @@
 """What the threads of the backward kernel do.
 
 In the memory warpgroup one warp loads: the block's own operands once, then those of the other sequence, row statistics
-and arrays, step by step; another adds tiles of dQ to device memory. The compute warpgroups hold 64 keys each. In a step
-they compute S^T = K Q^T and dP^T = V dO^T, whose accumulators start at -lse / scale and -delta, so that P = exp2(scale
-log2(e) S) and dS = P dP without a subtraction; P^T and dS^T stay in registers as left operands of dV += P^T dO and dK +=
-dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of both warpgroups. A pass
-for dQ alone is the same with the roles of the two sequences exchanged (see `Plan`).
+and arrays, step by step; one or two others add tiles of dQ to device memory. The compute warpgroups hold 64 keys each. In
+a step they compute S^T = K Q^T and dP^T = V dO^T, whose accumulators start at -lse / scale and -delta, so that P = exp2(
+scale log2(e) S) and dS = P dP without a subtraction; P^T and dS^T stay in registers as left operands of dV += P^T dO and
+dK += dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of both warpgroups. A
+pass for dQ alone is the same with the roles of the two sequences exchanged (see `Plan`).
 """
 
 from typing import Any
@@ -30,13 +30,14 @@ from pallas_fa.mosaic_gpu.registers import anew
 def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
     """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
     gmem, c = memory.named(plan, refs), plan.config
+    block = work.block_here(plan, section)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
     @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        work.for_blocks(plan, section, lambda block: _Compute(plan, block, wg, gmem, scratch).run())
+        _Compute(plan, block, wg, gmem, scratch).run()
         if plan.fused:
             plan.barriers(scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -47,9 +48,10 @@ def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: memory.load(plan, section, gmem, scratch))
+            pl.when(warp == 0)(lambda: memory.load(plan, block, gmem, scratch))
             if plan.fused:
-                pl.when(warp == 1)(lambda: memory.store_dq(plan, section, gmem, scratch))
+                stores = (warp >= 1) & (warp <= c.store_warps)
+                pl.when(stores)(lambda: memory.store_dq(plan, block, warp - 1, gmem, scratch))
 
 
 class _Compute:
@@ -65,7 +67,6 @@ class _Compute:
         self.own_b = matrix("own_b") if "own_b_smem" in scratch else self.own_a
 
     def run(self):
-        """Returns the steps of these threads so far."""
         plan, scratch = self.plan, self.scratch
         plgpu.barrier_wait(scratch["own_a_ready"])
         if plan.zeroes_own:
@@ -77,18 +78,17 @@ class _Compute:
         def steps(*accs):
             a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
             b_accs = accs[len(a_accs) :]
-            done = work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
-            return (*(acc[...] for acc in accs), done)
+            work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
+            return tuple(acc[...] for acc in accs)
 
         stand_ins = []
         for name, tiles, gives in (("a", plan.own_a, plan.gives_a), ("b", plan.own_b, plan.gives_b)):
             if plan.interpret and gives:
                 stand_ins += [scratch[f"d_{name}_stand_in"].at[self.wg, i] for i in range(tiles.chunks)]
         shapes = [(64, tiles.chunk) for tiles in given for _ in range(tiles.chunks)]
-        *results, done = self.core.across_loops(steps, stand_ins, *shapes)
+        results = list(self.core.across_loops(steps, stand_ins, *shapes))
         d_a = [results.pop(0) for _ in range(plan.own_a.chunks)] if plan.gives_a else None
         self._store(d_a, results)
-        return done
 
     def _store(self, d_a, d_b):
         """Stores the gradients of the own operands through their shared memory."""
@@ -109,9 +109,6 @@ class _Compute:
         for tiles, smem, gmem in stores:
             copied = tiles.views(self.scratch[smem])[1].at[:, self.rows]
             tiles.store(copied, gmem, block.b, pl.ds(block.start + self.wg * 64, 64), block.head)
-        if plan.config.paired:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.barriers["own_free"].arrive()
 
     def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""
@@ -133,7 +130,7 @@ class _Compute:
         def run(start, end, is_cut, sums):
             def step(tile, before, sums):
                 other = tile * plan.config.width
-                at = Step(block.b, n, block.start + self.wg * 64, other, self.wg, is_cut(tile), scalars)
+                at = Step(block.b, n, block.start + self.wg * 64, other, self.wg, is_cut, scalars)
                 return self._step(at, before, sums, a_accs, b_accs)
 
             return over(start, end, step, sums)
@@ -143,13 +140,9 @@ class _Compute:
                 over(start, end, lambda tile, before, _: self._sit_out_step(before), None)
 
         sit_out(first, own.first)
-        if plan.one_loop:
-            is_cut = lambda tile: (tile < own.full_first) | (tile >= own.full_last)
-            sums = run(own.first, own.last, is_cut, sums)
-        else:
-            sums = run(own.first, own.full_first, lambda _: True, sums)
-            sums = run(own.full_first, own.full_last, lambda _: False, sums)
-            sums = run(own.full_last, own.last, lambda _: True, sums)
+        sums = run(own.first, own.full_first, True, sums)
+        sums = run(own.full_first, own.full_last, False, sums)
+        sums = run(own.full_last, own.last, True, sums)
         sit_out(own.last, last)
         if sums:
             self._store_sums(n, sums)
@@ -197,7 +190,7 @@ class _Compute:
             self._times(b_accs, p, other_b)
         fence_for_async_copies(plan.interpret)
         self.barriers["wgs_meet"].wait()
-        self._add_dq(wg, ds_smem, a_accs, ds, other_a, release_b)
+        self._add_dq(wg, done, ds_smem, a_accs, ds, other_a, release_b)
         core.wait(0)  # dK is done
         release_a()
         return sums
@@ -213,7 +206,7 @@ class _Compute:
             ds_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
             fence_for_async_copies(plan.interpret)
             self.barriers["wgs_meet"].wait()
-            self._add_dq(wg, ds_smem, (), None, None, release_b)
+            self._add_dq(wg, done, ds_smem, (), None, None, release_b)
         else:
             release_b()
         release_a()
@@ -239,8 +232,8 @@ class _Compute:
             self.barriers["wgs_meet"].wait()
         return self.scratch["ds_smem"].at[lax.rem(done, jnp.int32(c.ds_stages))]
 
-    def _add_dq(self, wg, ds_smem, a_accs, ds, other_a, release_b):
-        """dQ = dS K, staged for the store warp, and under it the matmul of dK, which stays under way."""
+    def _add_dq(self, wg, done, ds_smem, a_accs, ds, other_a, release_b):
+        """dQ = dS K, staged for a store warp, and under it the matmul of dK, which stays under way."""
         plan, core, wgs = self.plan, self.core, self.plan.config.compute_wgs
         if plan.dq_by_rows:
             ds_smem = ds_smem.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else ds_smem
@@ -263,7 +256,7 @@ class _Compute:
         for i, x in enumerate(parts):
             self.scratch["dq_smem"][wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
         fence_for_async_copies(plan.interpret)
-        self.barriers["dq_ready"].arrive(wg)
+        self.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(self.plan.config.store_warps)) * wgs + wg)
 
     def _times(self, accs, a, tiles):
         """accs += a tiles, chunk by chunk."""
@@ -293,18 +286,14 @@ class _Compute:
                 for i in range(plan.own_b.chunks):
                     core.matmul(dp_acc, self.own_b.at[i, rows], other_b.at[i], transpose_b=True)
             s = core.result(s_acc, plan.own_b.chunks if plan.gives_a else 0)
-            load = lambda cut: TileOfLogits.load(plan, at._replace(cut=cut), self.gmem.arrays, scratch, slot_a)
-            tile = load(not plan.one_loop and at.cut)
+            tile = TileOfLogits.load(plan, at, self.gmem.arrays, scratch, slot_a)
             if plan.scored:
                 x = s * plan.problem.scale
                 # In this order: a bias such as -1e10 in place of a mask leaves no digits for a rounded product.
                 p = jnp.exp2((tile.scores(x) + statistic("start", slot_a)) * LOG2E)
             else:
                 x, p = None, jnp.exp2(s * (plan.problem.scale * LOG2E))
-            if plan.one_loop:
-                p = lax.cond(at.cut, lambda p: load(True).zero_where_masked(p), lambda p: p, p)
-            else:
-                p = tile.zero_where_masked(p)
+            p = tile.zero_where_masked(p)
             p_operand = p.astype(dtype) if plan.gives_b else None
             if not plan.gives_a:
                 return p_operand, None, sums

@@ -8,13 +8,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.mosaic_gpu import backward_work as work
+from pallas_fa.mosaic_gpu import first_store
 from pallas_fa.mosaic_gpu.backward_plan import Plan
+from pallas_fa.mosaic_gpu.backward_work import Block
 
 
 class Refs(NamedTuple):
     """Device memory. `arrays`: of score and mask; `visit_table`: None where visits are known while tracing.
 
-    `dq_sums` and `added` are added to.
+    `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of `dq_sums` (see `first_store`).
     """
 
     own_a: Any
@@ -25,6 +27,7 @@ class Refs(NamedTuple):
     delta: Any
     arrays: tuple[Any, ...]
     visit_table: Any
+    dq_claims: Any
     dq_sums: Any
     added: dict[int, Any]
     gradients: dict[str, Any]
@@ -36,36 +39,20 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
     queue = list(refs)
     take = lambda count: [queue.pop(0) for _ in range(count)]
     own_a, own_b, other_a, other_b, start, delta = take(6)
+    arrays = tuple(take(len(plan.arrays)))
+    visit_table = None if work.known_visits(plan) else queue.pop(0)
+    dq = queue.pop(0) if plan.fused else None
+    added = dict(zip(plan.added, take(len(plan.added)), strict=True))
+    claims, sums = (dq, queue.pop(0)) if plan.first_stores else (None, dq)
+    gradients = dict(zip(plan.stored, take(len(plan.stored)), strict=True))
+    summed = dict(zip(plan.summed, queue, strict=True))
     return Refs(
-        own_a,
-        own_b,
-        other_a,
-        other_b,
-        start,
-        delta,
-        arrays=tuple(take(len(plan.arrays))),
-        visit_table=None if work.known_visits(plan) else queue.pop(0),
-        dq_sums=queue.pop(0) if plan.fused else None,
-        added=dict(zip(plan.added, take(len(plan.added)), strict=True)),
-        gradients=dict(zip(plan.stored, take(len(plan.stored)), strict=True)),
-        summed=dict(zip(plan.summed, queue, strict=True)),
+        own_a, own_b, other_a, other_b, start, delta, arrays, visit_table, claims, sums, added, gradients, summed
     )
 
 
-def load(plan: Plan, section: int, gmem: Refs, scratch: dict[str, Any]) -> None:
+def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
     """The load warp."""
-    c, barriers = plan.config, plan.barriers(scratch)
-    steps = work.for_blocks(plan, section, lambda block: _load_block(plan, block, gmem, scratch))
-    # Every completed phase of a barrier is waited for before the threads end.
-    for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
-        for slot in range(stages):
-            pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
-    if c.paired:
-        barriers["own_free"].wait()
-
-
-def _load_block(plan, block, gmem, scratch):
-    """Loads all that one block needs; returns the steps of these threads so far."""
     c, b = plan.config, block.b
     barriers = plan.barriers(scratch)
     copy = plgpu.copy_gmem_to_smem
@@ -77,18 +64,6 @@ def _load_block(plan, block, gmem, scratch):
         tiles.load(getattr(gmem, name), b, own, block.head, tiles.views(scratch[f"{name}_smem"])[1], ready)
         if not plan.by_keys:
             copy(getattr(gmem, statistic).at[b, block.head, own], scratch[f"{statistic}_smem"].at[0], ready)
-
-    def load_rest_of_own():
-        if c.paired:
-            pl.when(block.is_second)(lambda: barriers["own_free"].wait())
-            load_own("own_a", "start")
-        if plan.gives_a:
-            load_own("own_b", "delta")
-
-    def at_first(done):
-        """What may come after the first tile of the other sequence: of a pair's second block, that is all."""
-        if c.paired or plan.gives_a:
-            pl.when(done == block.done)(load_rest_of_own)
 
     def load_array(a, n, slot, others):
         array, smem = plan.arrays[a], scratch[f"array{a}_smem"].at[slot]
@@ -106,8 +81,7 @@ def _load_block(plan, block, gmem, scratch):
         if plan.by_keys and statistic:
             copy(getattr(gmem, statistic).at[b, n, others], scratch[f"{statistic}_smem"].at[slot], ready)
 
-    if not c.paired:
-        load_own("own_a", "start")
+    load_own("own_a", "start")
 
     def head(n, done):
         first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
@@ -119,7 +93,8 @@ def _load_block(plan, block, gmem, scratch):
             load_other("other_a", "start", n, slots[0], others)
             for a in plan.of_kind("row", "column", "tile"):
                 load_array(a, n, slots[0], others)
-            at_first(done)
+            if plan.gives_a:
+                pl.when(done == 0)(lambda: load_own("own_b", "delta"))
             pl.when(done >= c.stages[1])(lambda: barriers["other_b_free"].wait(slots[1]))
             load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
             return done + 1
@@ -127,38 +102,57 @@ def _load_block(plan, block, gmem, scratch):
         return lax.fori_loop(first, last, step, done)
 
     steps = work.for_heads(plan, block, head)
-    at_first(steps)
-    return steps
+    if plan.gives_a:
+        pl.when(steps == 0)(lambda: load_own("own_b", "delta"))
+    for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
+        for slot in range(stages):  # every completed phase of a barrier is waited for before the block ends
+            pl.when(slot < steps)(lambda name=name, slot=slot: barriers[name].wait(slot))
 
 
-def store_dq(plan: Plan, section: int, gmem: Refs, scratch: dict[str, Any]) -> None:
-    """The store warp: adds the tiles of dQ that the compute warpgroups stage."""
-    c, dq_smem = plan.config, scratch["dq_smem"]
+def store_dq(plan: Plan, block: Block, turn: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
+    """A store warp: adds the tiles of dQ that the compute warpgroups stage, or stores them where nobody did before.
+
+    The warps take turns: step i is done by warp `turn` = i modulo the number of these warps.
+    """
+    wgs, warps, dq_smem = plan.config.compute_wgs, plan.config.store_warps, scratch["dq_smem"]
     barriers = plan.barriers(scratch)
     dq_ready, dq_free = barriers["dq_ready"], barriers["dq_free"]
-    for wg in range(c.compute_wgs):
-        dq_free.arrive(wg)
 
-    def store_block(block):
-        return work.for_heads(plan, block, lambda n, done: store_head(block, n, done))
+    @pl.when(turn == 0)
+    def _():
+        for wg in range(wgs):
+            dq_free.arrive(wg)
 
-    def store_head(block, n, done):
+    def head(n, done):
         first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
 
-        def step(tile, done):
-            for wg in range(c.compute_wgs):
-                dq_ready.wait(wg)
-                row = tile * c.width + (wg * 64 if plan.dq_by_rows else 0)
+        def step(tile):
+            part = (block.number,) if plan.interpret else ()
+            is_first = False
+            if plan.first_stores:  # asked while the tile is computed
+                counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
+                is_first = first_store.claim(counter, plan.interpret)
+            for wg in range(wgs):
+                dq_ready.wait(turn * wgs + wg)
+                row = tile * plan.config.width + (wg * 64 if plan.dq_by_rows else 0)
                 column = 0 if plan.dq_by_rows else wg * plan.dq_columns
-                dq = gmem.dq_sums.at[block.number] if plan.interpret else gmem.dq_sums
-                dq = dq.at[block.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns)]
-                plan.tensor_core.store_add(dq_smem.at[wg], dq)
-            for wg in range(c.compute_wgs):
-                plgpu.wait_smem_to_gmem(c.compute_wgs - 1 - wg, wait_read_only=True)
+                dq = gmem.dq_sums.at[(*part, block.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns))]
+                lax.cond(
+                    is_first,
+                    lambda wg=wg, dq=dq: plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq),
+                    lambda wg=wg, dq=dq: plan.tensor_core.store_add(dq_smem.at[wg], dq),
+                )
+            for wg in range(wgs):
+                plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)
                 dq_free.arrive(wg)
-            return done
+            if plan.first_stores:
+                pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
 
-        return lax.fori_loop(first, last, step, done)
+        # The first tile of this head whose step is this warp's.
+        mine = first + lax.rem(turn + (warps - 1) * done, jnp.int32(warps))
+        steps = lax.div(last - mine + (warps - 1), jnp.int32(warps))
+        lax.fori_loop(0, steps, lambda i, _: step(mine + warps * i), None)
+        return done + (last - first)
 
-    work.for_blocks(plan, section, store_block)
+    work.for_heads(plan, block, head)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

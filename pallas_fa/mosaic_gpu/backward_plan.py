@@ -76,9 +76,16 @@ class Plan:
         in_score = enumerate(jax.tree.leaves(problem.score))
         floats = [i for i, x in in_score if gives != ("dv",) and jnp.issubdtype(x.dtype, jnp.floating)]
         differentiated = [i for i in floats if _is_per_query(leaves[i]) != by_keys]
-        configs = named_or(
-            problem.config, "backward", backward_configs(gives, q.padded_dim, v.padded_dim, problem.group > 1)
+        table = backward_configs(
+            gives,
+            q.padded_dim,
+            v.padded_dim,
+            S,
+            grouped=problem.group > 1,
+            alike=problem.mask is None,
+            from_table=bool(jax.tree.leaves(problem.mask)),
         )
+        configs = named_or(problem.config, "backward", table)
         plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, interpret) for c in configs)
         return [plan for plan in plans if plan.can_share_dq]
 
@@ -100,6 +107,11 @@ class Plan:
     @property
     def fused(self) -> bool:
         return self.by_keys and "dq" in self.gives
+
+    @property
+    def first_stores(self) -> bool:
+        """Whether sums of dQ start at what the first block stores."""
+        return self.fused and self.config.first_store
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -167,12 +179,6 @@ class Plan:
         lengths = masks.lengths_of(self.problem.mask)
         return (lengths.q_lengths if self.by_keys else lengths.kv_lengths) is not None
 
-    @property
-    def one_loop(self) -> bool:
-        """Whether tiles that the mask cuts are visited in one loop with the others; not where more than P depends on it."""
-        needs_more = self.scored or self.has_padding or self.zeroes_other
-        return self.config.one_loop and self.problem.mask is not None and not needs_more
-
     # ---- arrays ----
 
     def of_kind(self, *kinds: str) -> tuple[int, ...]:
@@ -205,6 +211,12 @@ class Plan:
         """Of the float32 sums of dQ; rows are padded as TMA demands. The interpreter keeps the part of every block."""
         dims = self.problem.dims
         shape = dims.B, rounded(dims.T, 8), dims.N, self.own_a.padded_dim
+        return (self.blocks, *shape) if self.interpret else shape
+
+    def dq_claims_shape(self) -> tuple[int, ...]:
+        """Of the counters of the tiles of these sums (see `first_store`)."""
+        dims = self.problem.dims
+        shape = dims.B, dims.N, -(-dims.T // self.config.width)
         return (self.blocks, *shape) if self.interpret else shape
 
     def added_shape(self, i: int) -> tuple[int, ...]:
@@ -284,9 +296,7 @@ class Plan:
             other_b_free=(c.stages[1], wgs, warpgroup * wgs, warp),
         )
         if self.fused:
-            counts |= dict(dq_ready=(wgs, 1, warpgroup, warp), dq_free=(wgs, 1, warp, warpgroup))
-        if c.paired:
-            counts["own_free"] = 1, wgs, warpgroup * wgs, warp
+            counts |= dict(dq_ready=(c.store_warps * wgs, 1, warpgroup, warp), dq_free=(wgs, 1, warp, warpgroup))
         first, barriers = FIRST_FREE, {}
         for name, (count, arrivals, arriving, waiting) in counts.items():
             barriers[name] = NamedBarrier(first, arriving, waiting, meeting=name == "wgs_meet"), count, arrivals

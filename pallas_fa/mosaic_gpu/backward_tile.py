@@ -19,8 +19,7 @@ TILE, PER_OWN, PER_OTHER = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plg
 class Step(NamedTuple):
     """Where a tile is: batch entry, query head, its first own and other position, the warpgroup in its block.
 
-    `cut`: whether the mask cuts it, with `Plan.one_loop` as a traced bool; `scalars`: the arrays without positions, by
-    number.
+    `cut`: whether the mask cuts it; `scalars`: the arrays without positions, by number.
     """
 
     b: Any

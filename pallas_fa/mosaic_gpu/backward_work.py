@@ -1,6 +1,5 @@
 """The backward kernel's work: which block of threads holds what, and which tiles of the other sequence it visits."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,51 +12,29 @@ from pallas_fa.mosaic_gpu.backward_plan import Plan
 
 
 class Block(NamedTuple):
-    """A block of the own sequence: batch entry, own head, its number and its first position.
-
-    `is_second`: whether the same threads did another block before, in `done` steps.
-    """
+    """A block of the own sequence: batch entry, own head, its number and its first position."""
 
     b: Any
     head: Any
     number: Any
     start: Any
-    is_second: Any
-    done: Any
 
 
-def launched(plan: Plan) -> int:
-    """Blocks of threads for one head."""
-    return schedule.launched(plan.blocks, plan.config.paired)
-
-
-def for_blocks(plan: Plan, section: int, role: Callable[[Block], Any]) -> Any:
-    """Calls role(block) -> steps of these threads so far, for each of their blocks; returns the number of all steps.
-
-    `section`: heads whose blocks run side by side. A pair is one block from each end of the sequence: under a causal mask,
-    all pairs are then the same work.
-    """
-    b, head, number = schedule.place(section, launched(plan), plan.heads)
-    from_end = plan.blocks - 1 - number
-    # Longest first: under most masks later queries see more keys.
-    first, second = (number, from_end) if plan.by_keys or plan.problem.mask is None else (from_end, number)
-
-    def one(number, is_second, done):
-        return role(Block(b, head, number, number * plan.config.block, is_second, done))
-
-    if not plan.config.paired:
-        return one(first, False, jnp.int32(0))
-    either = lambda i, done: one(jnp.where(i == 0, first, second), i > 0, done)
-    return lax.fori_loop(0, jnp.where(number == from_end, 1, 2), either, jnp.int32(0))
+def block_here(plan: Plan, section: int) -> Block:
+    """The block of these threads; `section`: heads whose blocks run side by side."""
+    b, head, number = schedule.place(section, plan.blocks, plan.heads)
+    if not plan.by_keys and plan.problem.mask is not None:
+        number = plan.blocks - 1 - number  # under most masks later queries see more keys: longest first
+    return Block(b, head, number, number * plan.config.block)
 
 
 def for_heads(plan: Plan, block: Block, body: Any) -> Any:
-    """`body(n, steps before)` -> steps after, for each query head of the block; returns the steps after them all."""
+    """`body(n, steps before)` -> steps after, for each query head of the block; returns the number of all steps."""
     group = plan.problem.group if plan.by_keys else 1
     first = block.head * group
     if group == 1:
-        return body(first, block.done)
-    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), block.done)
+        return body(first, jnp.int32(0))
+    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
 
 
 def shares(plan: Plan) -> int:

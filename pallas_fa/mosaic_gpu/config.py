@@ -79,10 +79,10 @@ class BackwardConfig:
 
     Each of `compute_wgs` warpgroups holds 64 positions of one sequence (keys, or queries for the pass of dQ alone),
     against `width` positions of the other at a time. `stages`: depths of the rings of the two operands that come with
-    these (of queries and output gradients, or keys and values). `ds_stages`: tiles of logit gradients in shared memory,
-    of the fused pass. `head_section`: as for the forward kernel. `one_loop`: tiles that the mask cuts are visited in one
-    loop with the others, where a branch tests single logits, and not in loops of their own: a third less code. `paired`:
-    as for the forward kernel.
+    these (of queries and output gradients, or keys and values). `head_section`: as for the forward kernel. Of the fused
+    pass: `ds_stages`: tiles of logit gradients in shared memory. `first_store`: sums of dQ start at what the first block
+    stores that has something for them; else at zeros, all of which XLA writes before the kernel. `store_warps`: warps
+    that store tiles of dQ, in turns; with two, each has the time of two steps to see who was there before.
     """
 
     compute_wgs: int = 2
@@ -90,8 +90,8 @@ class BackwardConfig:
     stages: tuple[int, int] = (2, 2)
     ds_stages: int = 2
     head_section: int = 8
-    one_loop: bool = False
-    paired: bool = False
+    first_store: bool = True
+    store_warps: int = 2
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
@@ -100,6 +100,8 @@ class BackwardConfig:
             raise ValueError(f"width={self.width} must be 64 or 128: two tiles of logits lie in registers.")
         if any(n not in (1, 2) for n in (*self.stages, self.ds_stages)):
             raise ValueError(f"stages={self.stages} and ds_stages={self.ds_stages} must be 1 or 2.")
+        if self.store_warps not in (1, 2):
+            raise ValueError(f"store_warps={self.store_warps} must be 1 or 2: a block has barriers for no more.")
         if self.head_section < 1:
             raise ValueError(f"head_section={self.head_section} must be at least 1.")
 
@@ -115,12 +117,13 @@ class BackwardConfig:
 
 
 def backward_configs(
-    gives: tuple[str, ...], head_dim: int, value_dim: int, grouped: bool
+    gives: tuple[str, ...], head_dim: int, value_dim: int, length: int, grouped: bool, alike: bool, from_table: bool
 ) -> tuple[BackwardConfig, ...]:
     """Tiles of the pass that gives these gradients, for padded head dims of q, k and of v, multiples of 64.
 
-    The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers. `grouped`:
-    key heads have several query heads each.
+    The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers. `length`:
+    S. `grouped`: key heads have several query heads each. `alike`: there is no mask. `from_table`: as for the forward
+    kernel. The log is in benchmarks/NOTES.md.
     """
     Config = BackwardConfig
     small = Config(1, 64), Config(1, 64, ds_stages=1), Config(1, 64, (1, 1), 1)
@@ -130,10 +133,12 @@ def backward_configs(
     if widest > 128:
         return Config(2, 64), Config(2, 64, (2, 1)), Config(1, 64, (2, 1)), Config(1, 64, (1, 1))
     if widest == 64 or len(gives) == 1:
-        best = Config(2, 128, head_section=32 if widest == 64 else 8)
+        # Zeros cost the same however many blocks add to them; looking who was there costs each of them something.
+        first_store = from_table or length <= (2048 if alike else 8192)
+        best = Config(2, 128, head_section=32 if widest == 64 else 8, first_store=first_store, store_warps=1)
         return best, *((Config(2, 64),) if "dq" not in gives or len(gives) == 1 else ()), *small
     if head_dim == 128 or "dq" not in gives:
-        best = Config(head_section=4 if grouped else 8)
+        best = Config(head_section=16 if grouped else 8, store_warps=1 if from_table else 2)
         fewer = dict(ds_stages=1), dict(stages=(2, 1), ds_stages=1), dict(stages=(1, 1), ds_stages=1)
         return best, *(dataclasses.replace(best, **x) for x in fewer), *small
     return small

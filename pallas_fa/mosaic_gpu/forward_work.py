@@ -63,7 +63,7 @@ def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[An
 
 def shares(plan: ForwardPlan) -> int:
     """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
-    return schedule.launched(_blocks(plan), plan.paired)
+    return -(-_blocks(plan) // 2) if plan.paired else _blocks(plan)
 
 
 def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:

@@ -111,11 +111,6 @@ def section(count: int, wanted: int) -> int:
     return max(d for d in range(1, min(count, wanted) + 1) if count % d == 0)
 
 
-def launched(blocks: int, paired: bool) -> int:
-    """How many blocks of threads do the `blocks` blocks of one head."""
-    return -(-blocks // 2) if paired else blocks
-
-
 def place(section: int, shares: int, heads: int) -> tuple[Any, Any, Any]:
     """(batch entry, head, which of `shares` of the head) of these threads; `section`: heads that run side by side."""
     rest, head_in_section = quotient_and_rest(lax.axis_index("block"), section)
