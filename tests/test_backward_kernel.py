@@ -52,6 +52,14 @@ CASES = {
         {"config": Config(backward=BackwardConfig(first_store=False))},
     ),
     "tiles of dQ that nothing adds to": (dataclasses.replace(WIDE, T=300, S=100, mask="bottom_right"), {}),
+    "by tile": (
+        dataclasses.replace(WIDE, T=300, S=300, N=4, K=2, mask="causal"),
+        {"config": Config(backward=BackwardConfig(by_tile=True, head_section=1))},
+    ),
+    "by tile, window, soft cap": (
+        dataclasses.replace(BASE, T=300, S=300, N=4, K=2, mask="window_causal", score="soft_cap"),
+        {"config": Config(backward=BackwardConfig(width=128, by_tile=True, head_section=1, store_warps=1))},
+    ),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),

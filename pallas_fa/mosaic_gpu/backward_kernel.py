@@ -78,7 +78,10 @@ class _Compute:
         def steps(*accs):
             a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
             b_accs = accs[len(a_accs) :]
-            work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
+            if work.by_tile(plan):
+                self._all_heads(a_accs, b_accs)
+            else:
+                work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
             return tuple(acc[...] for acc in accs)
 
         stand_ins = []
@@ -109,6 +112,25 @@ class _Compute:
         for tiles, smem, gmem in stores:
             copied = tiles.views(self.scratch[smem])[1].at[:, self.rows]
             tiles.store(copied, gmem, block.b, pl.ds(block.start + self.wg * 64, 64), block.head)
+
+    def _all_heads(self, a_accs, b_accs):
+        """All steps, tile after tile."""
+        plan, block = self.plan, self.block
+        visits = work.visits_of_warpgroup(plan, block, self.gmem.visit_table, None, self.wg)
+        at_start, at_end = (visits.first, visits.full_first), (visits.full_last, visits.last)
+        either = lambda down, up: (jnp.where(block.down, d, u) for d, u in zip(down, up, strict=True))
+        done = jnp.int32(0)
+        for (start, end), is_cut in (
+            (either(at_end, at_start), True),
+            ((visits.full_first, visits.full_last), False),
+            (either(at_start, at_end), True),
+        ):
+
+            def step(tile, n, before, is_cut=is_cut):
+                at = Step(block.b, n, block.start + self.wg * 64, tile * plan.config.width, self.wg, is_cut, {})
+                self._step(at, before, (), a_accs, b_accs)
+
+            done = work.for_tiles(plan, block, start, end, done, step)
 
     def _head(self, n, done, a_accs, b_accs):
         """All steps of query head n; `done`: steps before, of other heads. Returns the steps after."""

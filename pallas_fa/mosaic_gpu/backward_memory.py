@@ -83,25 +83,19 @@ def load(plan: Plan, block: Block, gmem: Refs, scratch: dict[str, Any]) -> None:
 
     load_own("own_a", "start")
 
-    def head(n, done):
-        first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
+    def step(tile, n, done):
+        slots = tuple(lax.rem(done, jnp.int32(stages)) for stages in c.stages)
+        others = pl.ds(tile * c.width, c.width)
+        pl.when(done >= c.stages[0])(lambda: barriers["other_a_free"].wait(slots[0]))
+        load_other("other_a", "start", n, slots[0], others)
+        for a in plan.of_kind("row", "column", "tile"):
+            load_array(a, n, slots[0], others)
+        if plan.gives_a:
+            pl.when(done == 0)(lambda: load_own("own_b", "delta"))
+        pl.when(done >= c.stages[1])(lambda: barriers["other_b_free"].wait(slots[1]))
+        load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
 
-        def step(tile, done):
-            slots = tuple(lax.rem(done, jnp.int32(stages)) for stages in c.stages)
-            others = pl.ds(tile * c.width, c.width)
-            pl.when(done >= c.stages[0])(lambda: barriers["other_a_free"].wait(slots[0]))
-            load_other("other_a", "start", n, slots[0], others)
-            for a in plan.of_kind("row", "column", "tile"):
-                load_array(a, n, slots[0], others)
-            if plan.gives_a:
-                pl.when(done == 0)(lambda: load_own("own_b", "delta"))
-            pl.when(done >= c.stages[1])(lambda: barriers["other_b_free"].wait(slots[1]))
-            load_other("other_b", "delta" if plan.gives_a else None, n, slots[1], others)
-            return done + 1
-
-        return lax.fori_loop(first, last, step, done)
-
-    steps = work.for_heads(plan, block, head)
+    steps = work.for_steps(plan, block, gmem.visit_table, step)
     if plan.gives_a:
         pl.when(steps == 0)(lambda: load_own("own_b", "delta"))
     for name, stages in (("other_a_free", c.stages[0]), ("other_b_free", c.stages[1])):
@@ -123,36 +117,30 @@ def store_dq(plan: Plan, block: Block, turn: Any, gmem: Refs, scratch: dict[str,
         for wg in range(wgs):
             dq_free.arrive(wg)
 
-    def head(n, done):
-        first, last = work.visits_of_block(plan, block, gmem.visit_table, n)
+    def step(tile, n):
+        part = (block.number,) if plan.interpret else ()
+        is_first = False
+        if plan.first_stores:  # asked while the tile is computed
+            counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
+            is_first = first_store.claim(counter, plan.interpret)
+        for wg in range(wgs):
+            dq_ready.wait(turn * wgs + wg)
+            row = tile * plan.config.width + (wg * 64 if plan.dq_by_rows else 0)
+            column = 0 if plan.dq_by_rows else wg * plan.dq_columns
+            dq = gmem.dq_sums.at[(*part, block.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns))]
+            lax.cond(
+                is_first,
+                lambda wg=wg, dq=dq: plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq),
+                lambda wg=wg, dq=dq: plan.tensor_core.store_add(dq_smem.at[wg], dq),
+            )
+        for wg in range(wgs):
+            plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)
+            dq_free.arrive(wg)
+        if plan.first_stores:
+            pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
 
-        def step(tile):
-            part = (block.number,) if plan.interpret else ()
-            is_first = False
-            if plan.first_stores:  # asked while the tile is computed
-                counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
-                is_first = first_store.claim(counter, plan.interpret)
-            for wg in range(wgs):
-                dq_ready.wait(turn * wgs + wg)
-                row = tile * plan.config.width + (wg * 64 if plan.dq_by_rows else 0)
-                column = 0 if plan.dq_by_rows else wg * plan.dq_columns
-                dq = gmem.dq_sums.at[(*part, block.b, pl.ds(row, 64), n, pl.ds(column, plan.dq_columns))]
-                lax.cond(
-                    is_first,
-                    lambda wg=wg, dq=dq: plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq),
-                    lambda wg=wg, dq=dq: plan.tensor_core.store_add(dq_smem.at[wg], dq),
-                )
-            for wg in range(wgs):
-                plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)
-                dq_free.arrive(wg)
-            if plan.first_stores:
-                pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
+    def step_in_turn(tile, n, done):
+        pl.when(lax.rem(done, jnp.int32(warps)) == turn)(lambda: step(tile, n))
 
-        # The first tile of this head whose step is this warp's.
-        mine = first + lax.rem(turn + (warps - 1) * done, jnp.int32(warps))
-        steps = lax.div(last - mine + (warps - 1), jnp.int32(warps))
-        lax.fori_loop(0, steps, lambda i, _: step(mine + warps * i), None)
-        return done + (last - first)
-
-    work.for_heads(plan, block, head)
+    work.for_steps(plan, block, gmem.visit_table, step_in_turn)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

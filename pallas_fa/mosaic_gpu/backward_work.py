@@ -12,12 +12,13 @@ from pallas_fa.mosaic_gpu.backward_plan import Plan
 
 
 class Block(NamedTuple):
-    """A block of the own sequence: batch entry, own head, its number and its first position."""
+    """A block of the own sequence: batch entry, own head, its number, its first position; `down`: see `for_steps`."""
 
     b: Any
     head: Any
     number: Any
     start: Any
+    down: Any
 
 
 def block_here(plan: Plan, section: int) -> Block:
@@ -25,7 +26,8 @@ def block_here(plan: Plan, section: int) -> Block:
     b, head, number = schedule.place(section, plan.blocks, plan.heads)
     if not plan.by_keys and plan.problem.mask is not None:
         number = plan.blocks - 1 - number  # under most masks later queries see more keys: longest first
-    return Block(b, head, number, number * plan.config.block)
+    down = lax.rem(lax.div(lax.axis_index("block"), jnp.int32(section * plan.blocks)), jnp.int32(2)) == 0
+    return Block(b, head, number, number * plan.config.block, down)
 
 
 def for_heads(plan: Plan, block: Block, body: Any) -> Any:
@@ -35,6 +37,44 @@ def for_heads(plan: Plan, block: Block, body: Any) -> Any:
     if group == 1:
         return body(first, jnp.int32(0))
     return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
+
+
+def by_tile(plan: Plan) -> bool:
+    """Whether blocks go through the query heads of a tile before the next tile; only where nothing depends on the head."""
+    depends = plan.summed or plan.of_kind("scalar")
+    return plan.config.by_tile and plan.by_keys and not depends and known_visits(plan) is not None
+
+
+def for_steps(plan: Plan, block: Block, visit_table: Any, step: Any) -> Any:
+    """step(tile, n, steps before) for each step of a block; returns the number of all steps.
+
+    Head after head, each from its first tile up. Or (`by_tile`) tile after tile, each for all heads, in every other
+    section of heads (`block.down`) from the last tile down. Blocks of one key head then stay close to each other, and
+    find in the cache what others loaded, if sections fill the GPU once: those of one start together at the last tile and
+    end one after the other at their diagonals, and there those of the next begin.
+    """
+    if by_tile(plan):
+        first, last = visits_of_block(plan, block, visit_table, None)
+        return for_tiles(plan, block, first, last, jnp.int32(0), step)
+
+    def head(n, done):
+        first, last = visits_of_block(plan, block, visit_table, n)
+        lax.fori_loop(first, last, lambda tile, _: step(tile, n, done + (tile - first)), None)
+        return done + (last - first)
+
+    return for_heads(plan, block, head)
+
+
+def for_tiles(plan: Plan, block: Block, first: Any, last: Any, done: Any, step: Any) -> Any:
+    """step(tile, n, steps before) for all heads of each of the tiles [first, last); returns the steps after `done` too."""
+    group = plan.problem.group
+
+    def one(i, _):
+        tile = jnp.where(block.down, last - 1 - i, first + i)
+        lax.fori_loop(0, group, lambda g, _: step(tile, block.head * group + g, done + i * group + g), None)
+
+    lax.fori_loop(0, last - first, one, None)
+    return done + (last - first) * group
 
 
 def shares(plan: Plan) -> int:

@@ -82,7 +82,9 @@ class BackwardConfig:
     these (of queries and output gradients, or keys and values). `head_section`: as for the forward kernel. Of the fused
     pass: `ds_stages`: tiles of logit gradients in shared memory. `first_store`: sums of dQ start at what the first block
     stores that has something for them; else at zeros, all of which XLA writes before the kernel. `store_warps`: warps
-    that store tiles of dQ, in turns; with two, each has the time of two steps to see who was there before.
+    that store tiles of dQ, in turns; with two, each has the time of two steps to see who was there before. `by_tile`:
+    where key heads have several query heads, and visits are known while tracing, a block of keys goes through the query
+    heads of a tile before the next tile, down from the last tile in every other section of heads; else head after head.
     """
 
     compute_wgs: int = 2
@@ -92,6 +94,7 @@ class BackwardConfig:
     head_section: int = 8
     first_store: bool = True
     store_warps: int = 2
+    by_tile: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
