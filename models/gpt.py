@@ -7,6 +7,7 @@ K key/value heads, H head dim; D is the model's width and V its vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ from flax import nnx
 
 import pallas_fa
 from models.attention import CausalAttention, causal_attention
+
+# (x [B,T,D], a block's parameters) -> the same two, where the block before that one is about to be called with x
+type Gather = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,7 @@ class GPTConfig:
     dtype: Any = jnp.float32
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
     attention: CausalAttention = causal_attention  # without a cache; says on which devices
+    gather: Gather | None = None  # brings the parts together that devices keep of a block's parameters
 
     def __post_init__(self):
         if self.width % self.heads or self.head_dim % 2:
@@ -170,15 +175,29 @@ class GPT(nnx.Module):
             positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self._embedded(tokens)
         keys, values = [], []
-        for layer, block in enumerate(self.blocks):
+        x, block = self._block(0, x)
+        for layer in range(self.config.layers):
+            x, following = self._block(layer + 1, x)
             past = None if cache is None else (cache.key[layer], cache.value[layer])
             x, past = block(x, positions, past)
+            block = following
             if past is not None:
                 keys.append(past[0])
                 values.append(past[1])
         if cache is not None:
             cache = KVCache(jnp.stack(keys), jnp.stack(values), cache.length + tokens.shape[1])
         return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache
+
+    def _block(self, layer: int, x: jax.Array) -> tuple[jax.Array, Any]:
+        """(x, block `layer` ready for use, None past the last)."""
+        if layer == self.config.layers:
+            return x, None
+        block = self.blocks[layer]
+        if self.config.gather is None:
+            return x, block
+        graph, params = nnx.split(block)
+        x, params = self.config.gather(x, nnx.to_pure_dict(params))
+        return x, nnx.merge(graph, params)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         """int [B,T] -> [B,T,D], by a matmul with one-hot rows.

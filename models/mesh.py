@@ -79,22 +79,52 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
+    def in_parts(self, params: Any, dtype: Any) -> Any:
+        """Parameters whose matrices are in `dtype` where devices keep parts of them."""
+        cast = lambda path, x: x.astype(dtype) if self._keepers(path, x.shape) else x
+        return self._placed(jax.tree_util.tree_map_with_path(cast, params), whole=False)
+
     def gathered(self, params: Any, dtype: Any) -> Any:
         """Parameters as a step uses them: matrices that devices keep parts of are gathered, in `dtype`."""
+        # Both places hold for the gradient too, on its way back: summed, and of the sums each keeper's part.
+        return self._placed(self.in_parts(params, dtype), whole=True)
+
+    def gather(self, x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        """(x, a block's parameters gathered from their parts), where the block before that one takes x.
+
+        The sums of their gradients come back in parts before the gradient of x goes on, so under the backward pass of
+        the block before. XLA by itself would make these sums after the whole backward pass, where nothing hides them.
+        """
+        if self.mesh is None:
+            return x, params
+
+        @jax.custom_vjp
+        def gather(x, params):
+            return x, self._placed(params, whole=True)
+
+        def backward(_, gradients):
+            d_x, d_params = gradients
+            leaves, tree = jax.tree_util.tree_flatten_with_path(self._placed(d_params, whole=False))
+            sums = {i: x for i, (path, x) in enumerate(leaves) if self._keepers(path, x.shape)}
+            d_x, sums = jax.lax.optimization_barrier((d_x, sums))
+            return d_x, jax.tree.unflatten(tree, [sums.get(i, x) for i, (_, x) in enumerate(leaves)])
+
+        gather.defvjp(lambda x, params: (gather(x, params), None), backward)
+        return gather(x, params)
+
+    def _placed(self, params: Any, whole: bool) -> Any:
+        """Matrices that devices keep parts of, in these parts or as a whole on each."""
         mesh = self.mesh
         if mesh is None:
             return params
 
-        def whole(path: tuple[Any, ...], x: Any) -> Any:
-            keepers = self._keepers(path, x.shape)
-            if not keepers:
+        def placed(path: tuple[Any, ...], x: Any) -> Any:
+            if not (keepers := self._keepers(path, x.shape)):
                 return x
-            # Both places hold for the gradient too, on its way back: summed, and of the sums each keeper's part.
-            for axes in (keepers, ()):
-                x = jax.lax.with_sharding_constraint(x.astype(dtype), NamedSharding(mesh, self._places(path, axes)))
-            return x
+            places = self._places(path, () if whole else keepers)
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, places))
 
-        return jax.tree_util.tree_map_with_path(whole, params)
+        return jax.tree_util.tree_map_with_path(placed, params)
 
     def _keepers(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
         """The axes over whose devices a parameter is kept in parts; none where each keeps all of it."""

@@ -49,7 +49,7 @@ class TextTask:
         layout: Layout = ONE_DEVICE,
     ):
         if layout.mesh is not None:  # on one device, the config's own attention stays
-            config = dataclasses.replace(config, attention=layout.attention)
+            config = dataclasses.replace(config, attention=layout.attention, gather=layout.gather)
         self.config, self.corpus, self.seed, self.layout = config, corpus, seed, layout
         self.batch_size = batch
         self.items_per_step = batch * config.context
@@ -89,7 +89,7 @@ class TextTask:
         return self._losses(params, batch).mean()
 
     def _losses(self, params: Params, batch: Sequences) -> jax.Array:
-        model = nnx.merge(self.graph, self.layout.gathered(params, self.config.dtype))
+        model = nnx.merge(self.graph, self.layout.in_parts(params, self.config.dtype))
         logits, _ = model(batch.tokens.astype(jnp.int32), positions=batch.positions)  # [B,T,V]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))  # [B,T]
 

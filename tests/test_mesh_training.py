@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from models import train
-from models.mesh import parse_mesh
+from models.mesh import make_layout, parse_mesh
 from tests.test_sharding import collectives
 from tests.test_train import SENTENCE, losses
 
@@ -182,6 +185,28 @@ def test_what_a_device_holds_and_what_devices_exchange():
     assert sent == {f"f32[{keys}]"}
     whole = f"f32[{8 // 2},64,{96 // 2}]"  # [B, T, hidden units] of a device without context
     assert whole in found["hlo"] and whole not in with_context["hlo"], "no activations of whole sequences"
+
+
+def test_sums_of_gradients_are_made_before_the_backward_pass_goes_on():
+    layout = make_layout("data=2", batch=2)
+    x, params = jnp.ones((2, 8)), {"query": {"kernel": jnp.ones((8, 2, 4))}, "norm": {"scale": jnp.ones(8)}}
+
+    def loss(x, params):
+        x, gathered = layout.gather(x, params)
+        return sum(((x @ y.reshape(8, -1)) ** 2).sum() for y in jax.tree.leaves(gathered))
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, params).jaxpr
+    d_x, d_scale, d_kernel = program.outvars
+    (barrier,) = (eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier")
+    assert set(barrier.outvars) == {d_x, d_kernel}
+    assert d_scale not in barrier.outvars, "a vector is not worth a sum of its own"
+    (place,) = (eqn for eqn in program.eqns if set(eqn.outvars) & set(barrier.invars) and "sharding" in eqn.params)
+    assert place.params["sharding"].spec == P("data", "model"), "each device's part of the sum"
+    gradients = jax.grad(loss, (0, 1))(x, params)
+    plain = jax.grad(
+        lambda x, params: sum(((x @ y.reshape(8, -1)) ** 2).sum() for y in jax.tree.leaves(params)), (0, 1)
+    )
+    chex.assert_trees_all_close(gradients, plain(x, params))
 
 
 @pytest.mark.parametrize(
