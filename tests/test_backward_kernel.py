@@ -282,6 +282,20 @@ def test_every_config_lowers(gives, H, alike):
         )
 
 
+@pytest.mark.parametrize("option", [{"by_tile": True}, {"first_store": False}, {"store_warps": 1}], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "segments"])
+def test_options_of_a_config_lower(option, mask):
+    case = dataclasses.replace(LOWERED, H=128, Hv=128, mask=mask)
+    assert case.N > case.K, "by_tile is for grouped heads"
+    assert lower_backward(case, config=Config(backward=BackwardConfig(**option))) == 1
+
+
+@pytest.mark.parametrize("field", ["compute_wgs", "width", "ds_stages", "head_section", "store_warps"])
+def test_a_wrong_configuration_says_why(field):
+    with pytest.raises(ValueError, match=f"{field}=0"):
+        BackwardConfig(**{field: 0})
+
+
 def test_deterministic_gradients_take_passes_without_additions():
     assert lower_backward(dataclasses.replace(LOWERED, mask="causal"), deterministic_gradients=True) == 2
     with pytest.raises(NotImplementedError, match="in no fixed order"):
