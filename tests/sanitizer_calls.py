@@ -1,6 +1,6 @@
 """A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
 
-Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, odd lengths.
+Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths.
 """
 
 import functools
@@ -28,15 +28,19 @@ def main() -> None:
     ids = jnp.arange(_LENGTH)[None] // 70
     causal = {"is_causal": True}
     calls = {
-        "full, H=128": (128, None, {}),
-        "causal, H=128": (128, None, causal),
-        "window, H=128": (128, None, causal | {"local_window_size": (100, 0)}),
-        "documents, H=64": (64, None, causal | {"query_segment_ids": ids, "key_value_segment_ids": ids}),
-        "bias, H=64": (64, _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
-        "causal, H=256": (256, None, causal),
+        "full, H=128": ((2, 128), None, {}),
+        "causal, H=128": ((2, 128), None, causal),
+        "window, H=128": ((2, 128), None, causal | {"local_window_size": (100, 0)}),
+        "documents, H=64": ((2, 64), None, causal | {"query_segment_ids": ids, "key_value_segment_ids": ids}),
+        "bias, H=64": ((2, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
+        "causal, H=256": ((2, 256), None, causal),
+        "causal, heads of a tile before the next": ((8, 128), None, causal),
     }
-    for name, (H, bias, keywords) in calls.items():
-        q, k, v = (_normal(i, 1, _LENGTH, 2, H) for i in range(3))
+    for name, ((N, H), bias, keywords) in calls.items():
+        K, length = (
+            (1, 256) if N == 8 else (N, _LENGTH)
+        )  # by tile only where the mask's diagonal ends at a tile's corner
+        q, k, v = (_normal(i, 1, length, heads, H) for i, heads in enumerate((N, K, K)))
         run = jax.jit(jax.grad(functools.partial(_loss, **keywords), (0, 1, 2) if bias is None else (0, 1, 2, 3)))
         jax.block_until_ready(run(q, k, v, bias))
         print(f"ran: {name}", flush=True)

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks, scores, xla
-from pallas_fa.mosaic_gpu import backward_work, named_barriers
+from pallas_fa.mosaic_gpu import backward_plan, backward_work, named_barriers
 from pallas_fa.mosaic_gpu.backward import backward, supports_backward
 from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
 from pallas_fa.mosaic_gpu.config import BackwardConfig, Config, backward_configs
@@ -52,14 +52,7 @@ CASES = {
         {"config": Config(backward=BackwardConfig(first_store=False))},
     ),
     "tiles of dQ that nothing adds to": (dataclasses.replace(WIDE, T=300, S=100, mask="bottom_right"), {}),
-    "by tile": (
-        dataclasses.replace(WIDE, T=300, S=300, N=4, K=2, mask="causal"),
-        {"config": Config(backward=BackwardConfig(by_tile=True, head_section=1))},
-    ),
-    "by tile, window, soft cap": (
-        dataclasses.replace(BASE, T=300, S=300, N=4, K=2, mask="window_causal", score="soft_cap"),
-        {"config": Config(backward=BackwardConfig(width=128, by_tile=True, head_section=1, store_warps=1))},
-    ),
+    "blocks start at tiles of their own": (dataclasses.replace(WIDE, T=300, S=300, score="alibi"), {}),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
@@ -104,7 +97,48 @@ def as_float32(tree):
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
-    case, keywords = CASES[name]
+    is_right_and_free_of_races(*CASES[name])
+
+
+@pytest.mark.parametrize("option", [{}, {"width": 128, "store_warps": 1}], ids=str)
+def test_heads_of_a_tile_before_the_next_tile(option, monkeypatch):
+    """In two sections of heads, one from the first tile up, one from the last tile down."""
+    case = dataclasses.replace(WIDE, batch=(2,), T=384, S=384, N=4, K=2, H=64 if option else 128, mask="causal")
+    case = dataclasses.replace(case, Hv=case.H)
+    keywords = {"config": Config(backward=BackwardConfig(by_tile=True, **option))}
+    monkeypatch.setattr(backward_plan, "MULTIPROCESSORS", 6)
+    problem, _ = problem_of(case, keywords)
+    plan = Plan.of(problem, passes(problem)[0], interpret=True)
+    assert plan.by_tile
+    assert (plan.blocks, plan.section) == (3, 2)
+    is_right_and_free_of_races(case, keywords)
+
+
+def test_by_tile_only_where_sections_fill_the_gpu_once():
+    def goes(S, **changes):
+        case = dataclasses.replace(WIDE, T=S, S=S, **(dict(batch=(2,), N=64, K=8, mask="causal") | changes))
+        problem, _ = problem_of(case, {})
+        return Plan.of(problem, passes(problem)[0], interpret=False).by_tile
+
+    assert goes(1024)
+    assert goes(4096)
+    assert not goes(4096, N=16), "two query heads of a key head"
+    assert not goes(4096, mask="full")
+    assert not goes(4096, mask="segments")
+    assert not goes(4096, score="alibi"), "a slope would have to be read in each step"
+    assert not goes(3072), "24 blocks of 16 heads are not a multiple of what fills 132"
+    assert not goes(16384), "a head fills the GPU alone"
+
+
+@pytest.mark.parametrize(("mask", "N", "warps"), [("full", 1, 1), ("causal", 1, 2), ("causal", 8, 1)])
+def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warps):
+    problem, _ = problem_of(dataclasses.replace(WIDE, T=256, S=256, mask=mask, N=N), {})
+    plan = Plan.of(problem, passes(problem)[0], interpret=False)
+    assert plan.config.store_warps == 2
+    assert plan.store_warps == warps
+
+
+def is_right_and_free_of_races(case, keywords):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
     assert supports_backward(problem) is None
@@ -275,15 +309,17 @@ def test_every_length_lowers(T, S, dtype):
 @pytest.mark.parametrize("alike", [False, True])
 def test_every_config_lowers(gives, H, alike):
     deterministic = gives != ("dk", "dv", "dq")
-    for config in backward_configs(gives, H, H, 4096, grouped=False, alike=alike, from_table=not alike):
+    for config in backward_configs(gives, H, H, 4096, group=1, alike=alike, from_table=not alike):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )
 
 
-@pytest.mark.parametrize("option", [{"by_tile": True}, {"first_store": False}, {"store_warps": 1}], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "segments"])
+@pytest.mark.parametrize(
+    "option", [{"by_tile": True}, {"first_store": False}, {"store_warps": 1}, {"stagger": 1}], ids=str
+)
+@pytest.mark.parametrize("mask", ["full", "causal", "segments"])
 def test_options_of_a_config_lower(option, mask):
     case = dataclasses.replace(LOWERED, H=128, Hv=128, mask=mask)
     assert case.N > case.K, "by_tile is for grouped heads"

@@ -33,6 +33,10 @@ LONG_CASES = tuple(
     Case(T, S, mask, "plain", "bfloat16", N=4, K=2, H=H, Hv=H)
     for T, S, mask in ((1500, 1500, "packed"), (100, 5000, "full"), (2000, 300, "bottom_right"))
     for H in (64, 128)
+) + (
+    Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=64, Hv=64),
+    Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=128, Hv=128),
+    Case(1000, 900, "full", "soft_cap", "bfloat16", N=4, K=2, H=128, Hv=128),
 )
 
 
@@ -75,6 +79,8 @@ RERUN_GRADIENTS = (
     Case(1000, 1024, "packed", "plain", "bfloat16", N=8, K=2, H=64, Hv=64),
     Case(777, 900, "window_causal", "soft_cap", "float16", N=4, K=4, H=256, Hv=256),
     Case(64, 8192, "full", "plain", "bfloat16", N=4, K=4, H=128, Hv=128),
+    Case(1024, 1024, "full", "plain", "bfloat16", N=8, K=8, H=128, Hv=128),
+    Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
 )
 
 

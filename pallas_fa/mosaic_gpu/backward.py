@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.mosaic_gpu import backward_work, elementwise, schedule
+from pallas_fa.mosaic_gpu import backward_work, elementwise
 from pallas_fa.mosaic_gpu.backward_kernel import kernel
 from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
 from pallas_fa.mosaic_gpu.backward_preprocess import row_starts
@@ -88,10 +88,10 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any
 
     `zero`: where sums and counters in device memory start.
     """
-    problem, c = plan.problem, plan.config
+    problem = plan.problem
     dims = problem.dims
     arrays = plan.in_memory(jax.tree.leaves((score, mask)))
-    if backward_work.known_visits(plan) is None:
+    if plan.known_visits is None:
         arrays.append(backward_work.visit_table(plan, mask))
     starts = []
     if plan.first_stores:
@@ -99,11 +99,10 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any
     elif plan.fused:
         starts = [jnp.full(plan.dq_shape(), zero)]
     added = [jax.new_ref(x) for x in (*starts, *(jnp.full(plan.added_shape(i), zero) for i in plan.added))]
-    section = 1 if mask is None else schedule.section(dims.B * plan.heads, c.head_section)
     inputs = dict(dq=q, dk=k, dv=v)
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
-        kernel(plan, section, *refs, **scratch)
+        kernel(plan, *refs, **scratch)
 
     results = launch(
         flash_attention_backward,
@@ -118,7 +117,7 @@ def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in plan.summed),
         ),
         blocks=dims.B * plan.heads * plan.blocks,
-        warpgroups=c.compute_wgs + 1,
+        warpgroups=plan.config.compute_wgs + 1,
         scratch=plan.scratch(),
     )
     results, added = list(results), [jax.freeze(ref) for ref in added]

@@ -27,10 +27,10 @@ from pallas_fa.mosaic_gpu.named_barriers import fence_for_async_copies
 from pallas_fa.mosaic_gpu.registers import anew
 
 
-def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
+def kernel(plan: Plan, *refs: Any, **scratch: Any) -> None:
     """The body: `refs` are the operands and results of a pass of `backward`, `scratch` is `plan.scratch()`."""
     gmem, c = memory.named(plan, refs), plan.config
-    block = work.block_here(plan, section)
+    block = work.block_here(plan)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
@@ -50,7 +50,7 @@ def kernel(plan: Plan, section: int, *refs: Any, **scratch: Any) -> None:
         def _(warp):
             pl.when(warp == 0)(lambda: memory.load(plan, block, gmem, scratch))
             if plan.fused:
-                stores = (warp >= 1) & (warp <= c.store_warps)
+                stores = (warp >= 1) & (warp <= plan.store_warps)
                 pl.when(stores)(lambda: memory.store_dq(plan, block, warp - 1, gmem, scratch))
 
 
@@ -78,7 +78,7 @@ class _Compute:
         def steps(*accs):
             a_accs = accs[: plan.own_a.chunks] if plan.gives_a else ()
             b_accs = accs[len(a_accs) :]
-            if work.by_tile(plan):
+            if plan.by_tile:
                 self._all_heads(a_accs, b_accs)
             else:
                 work.for_heads(plan, self.block, lambda n, done: self._head(n, done, a_accs, b_accs))
@@ -151,14 +151,14 @@ class _Compute:
 
         def run(start, end, is_cut, sums):
             def step(tile, before, sums):
-                other = tile * plan.config.width
+                other = work.turned(plan, block, tile) * plan.config.width
                 at = Step(block.b, n, block.start + self.wg * 64, other, self.wg, is_cut, scalars)
                 return self._step(at, before, sums, a_accs, b_accs)
 
             return over(start, end, step, sums)
 
         def sit_out(start, end):
-            if work.shares(plan) > 1:
+            if plan.shares > 1:
                 over(start, end, lambda tile, before, _: self._sit_out_step(before), None)
 
         sit_out(first, own.first)
@@ -278,7 +278,7 @@ class _Compute:
         for i, x in enumerate(parts):
             self.scratch["dq_smem"][wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
         fence_for_async_copies(plan.interpret)
-        self.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(self.plan.config.store_warps)) * wgs + wg)
+        self.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(self.plan.store_warps)) * wgs + wg)
 
     def _times(self, accs, a, tiles):
         """accs += a tiles, chunk by chunk."""

@@ -40,7 +40,7 @@ def named(plan: Plan, refs: tuple[Any, ...]) -> Refs:
     take = lambda count: [queue.pop(0) for _ in range(count)]
     own_a, own_b, other_a, other_b, start, delta = take(6)
     arrays = tuple(take(len(plan.arrays)))
-    visit_table = None if work.known_visits(plan) else queue.pop(0)
+    visit_table = None if plan.known_visits else queue.pop(0)
     dq = queue.pop(0) if plan.fused else None
     added = dict(zip(plan.added, take(len(plan.added)), strict=True))
     claims, sums = (dq, queue.pop(0)) if plan.first_stores else (None, dq)
@@ -108,7 +108,7 @@ def store_dq(plan: Plan, block: Block, turn: Any, gmem: Refs, scratch: dict[str,
 
     The warps take turns: step i is done by warp `turn` = i modulo the number of these warps.
     """
-    wgs, warps, dq_smem = plan.config.compute_wgs, plan.config.store_warps, scratch["dq_smem"]
+    wgs, warps, dq_smem = plan.config.compute_wgs, plan.store_warps, scratch["dq_smem"]
     barriers = plan.barriers(scratch)
     dq_ready, dq_free = barriers["dq_ready"], barriers["dq_free"]
 

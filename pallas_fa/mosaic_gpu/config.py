@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers and alignment take
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM; each runs one block of threads at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +83,10 @@ class BackwardConfig:
     these (of queries and output gradients, or keys and values). `head_section`: as for the forward kernel. Of the fused
     pass: `ds_stages`: tiles of logit gradients in shared memory. `first_store`: sums of dQ start at what the first block
     stores that has something for them; else at zeros, all of which XLA writes before the kernel. `store_warps`: warps
-    that store tiles of dQ, in turns; with two, each has the time of two steps to see who was there before. `by_tile`:
-    where key heads have several query heads, and visits are known while tracing, a block of keys goes through the query
-    heads of a tile before the next tile, down from the last tile in every other section of heads; else head after head.
+    that store tiles of dQ, in turns, where all blocks go through the tiles in one order; with two, each has the time of
+    two steps to see who was there before. `stagger`: how many tiles further on each block of keys starts than the one
+    before, where there is no mask; blocks that add to one tile of dQ at a time wait for each other. `by_tile`: blocks of
+    keys go through the query heads of a tile before the next tile, where `Plan.by_tile` says so; else head after head.
     """
 
     compute_wgs: int = 2
@@ -94,6 +96,7 @@ class BackwardConfig:
     head_section: int = 8
     first_store: bool = True
     store_warps: int = 2
+    stagger: int = 0
     by_tile: bool = False
 
     def __post_init__(self):
@@ -105,6 +108,8 @@ class BackwardConfig:
             raise ValueError(f"stages={self.stages} and ds_stages={self.ds_stages} must be 1 or 2.")
         if self.store_warps not in (1, 2):
             raise ValueError(f"store_warps={self.store_warps} must be 1 or 2: a block has barriers for no more.")
+        if self.stagger < 0:
+            raise ValueError(f"stagger={self.stagger} must be at least 0, a number of tiles.")
         if self.head_section < 1:
             raise ValueError(f"head_section={self.head_section} must be at least 1.")
 
@@ -120,12 +125,12 @@ class BackwardConfig:
 
 
 def backward_configs(
-    gives: tuple[str, ...], head_dim: int, value_dim: int, length: int, grouped: bool, alike: bool, from_table: bool
+    gives: tuple[str, ...], head_dim: int, value_dim: int, length: int, group: int, alike: bool, from_table: bool
 ) -> tuple[BackwardConfig, ...]:
     """Tiles of the pass that gives these gradients, for padded head dims of q, k and of v, multiples of 64.
 
     The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers. `length`:
-    S. `grouped`: key heads have several query heads each. `alike`: there is no mask. `from_table`: as for the forward
+    S. `group`: query heads of a key head. `alike`: there is no mask. `from_table`: as for the forward
     kernel. The log is in benchmarks/NOTES.md.
     """
     Config = BackwardConfig
@@ -135,13 +140,18 @@ def backward_configs(
         return ()
     if widest > 128:
         return Config(2, 64), Config(2, 64, (2, 1)), Config(1, 64, (2, 1)), Config(1, 64, (1, 1))
+    # Measured, under a causal mask: with 8 query heads 1.05 to 1.24 times as fast; with 4, 0.95 at 1024 and 1.02 at 4096;
+    # with 2, 0.96 at 4096.
+    by_tile = group >= 8 or (group >= 4 and length >= 4096)
     if widest == 64 or len(gives) == 1:
         # Zeros cost the same however many blocks add to them; looking who was there costs each of them something.
         first_store = from_table or length <= (2048 if alike else 8192)
-        best = Config(2, 128, head_section=32 if widest == 64 else 8, first_store=first_store, store_warps=1)
+        section = 32 if widest == 64 else 8
+        best = Config(2, 128, head_section=section, first_store=first_store, store_warps=1, by_tile=by_tile)
         return best, *((Config(2, 64),) if "dq" not in gives or len(gives) == 1 else ()), *small
     if head_dim == 128 or "dq" not in gives:
-        best = Config(head_section=16 if grouped else 8, store_warps=1 if from_table else 2)
+        section, warps = 16 if group > 1 else 8, 1 if from_table else 2
+        best = Config(head_section=section, store_warps=warps, stagger=2, by_tile=by_tile)
         fewer = dict(ds_stages=1), dict(stages=(2, 1), ds_stages=1), dict(stages=(1, 1), ds_stages=1)
         return best, *(dataclasses.replace(best, **x) for x in fewer), *small
     return small

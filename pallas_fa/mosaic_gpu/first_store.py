@@ -2,8 +2,10 @@
 
 Whoever is first to have something for a tile of the sums stores it, and the others add to that. Each tile has a counter,
 0 before the kernel: the first to add to it has claimed the tile, and says in it when the tile is stored; the others wait
-for that. They wait for a block that runs, and that itself can only wait for tiles before this one: all blocks go through
-the tiles in the same order, so no circle of blocks waits for itself, whichever run at the same time.
+for that, for a block that runs. No circle of blocks waits for itself, whichever run at the same time: where one warp of a
+block claims, it publishes a tile before it asks for the next, so a block that waits is waited for by nobody. Where two
+warps take turns, one may wait while what the other has claimed is still computed; so there all blocks go through the
+tiles in the same order, and a block that is waited for can itself only wait for an earlier tile.
 """
 
 from typing import Any

@@ -43,7 +43,7 @@ def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[An
 
     A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
     """
-    b, n, share = schedule.place(section, shares(plan), plan.problem.dims.N)
+    b, n, share, _ = schedule.place(section, shares(plan), plan.problem.dims.N)
     from_end = _blocks(plan) - 1 - share
 
     def one(number, done, arrays_done):

@@ -111,11 +111,14 @@ def section(count: int, wanted: int) -> int:
     return max(d for d in range(1, min(count, wanted) + 1) if count % d == 0)
 
 
-def place(section: int, shares: int, heads: int) -> tuple[Any, Any, Any]:
-    """(batch entry, head, which of `shares` of the head) of these threads; `section`: heads that run side by side."""
+def place(section: int, shares: int, heads: int) -> tuple[Any, Any, Any, Any]:
+    """(batch entry, head, which of `shares` of the head, which section) of these threads.
+
+    `section`: heads that run side by side.
+    """
     rest, head_in_section = quotient_and_rest(lax.axis_index("block"), section)
-    sections, share = quotient_and_rest(rest, shares)
-    return *quotient_and_rest(sections * section + head_in_section, heads), share
+    number, share = quotient_and_rest(rest, shares)
+    return *quotient_and_rest(number * section + head_in_section, heads), share, number
 
 
 def quotient_and_rest(x: Any, divisor: int) -> tuple[Any, Any]:
