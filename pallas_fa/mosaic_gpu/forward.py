@@ -21,6 +21,7 @@ from pallas_fa.mosaic_gpu.forward_load import Load, wait_for_the_rest
 from pallas_fa.mosaic_gpu.forward_plan import ForwardPlan
 from pallas_fa.mosaic_gpu.forward_work import for_blocks, shares
 from pallas_fa.mosaic_gpu.launch import launch
+from pallas_fa.mosaic_gpu.tiles import rounded
 from pallas_fa.problem import Problem
 
 
@@ -47,7 +48,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
         *arrays,
         out_type=(
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
-            jax.ShapeDtypeStruct((dims.B, dims.N, blocks * config.block_q), jnp.float32),
+            jax.ShapeDtypeStruct((dims.B, dims.N, rounded(dims.T, 4)), jnp.float32),  # rows of 16 bytes, as TMA demands
         ),
         blocks=dims.B * dims.N * shares(plan),
         warpgroups=config.compute_wgs + 1,
