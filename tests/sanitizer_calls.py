@@ -4,6 +4,8 @@ Forward and backward: full, causal and with a window, packed documents, a bias w
 """
 
 import functools
+import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,8 @@ def _loss(q, k, v, bias, **keywords):
     return (call(q, k, v, bias=bias).astype(jnp.float32) ** 2).sum()
 
 
-def main() -> None:
-    """Runs the calls, and prints a line after each."""
+def main(names: Sequence[str] = ()) -> None:
+    """Runs the calls whose names have one of `names` in them, or all, and prints a line after each."""
     ids = jnp.arange(_LENGTH)[None] // 70
     causal = {"is_causal": True}
     calls = {
@@ -37,6 +39,8 @@ def main() -> None:
         "causal, heads of a tile before the next": ((8, 128), None, causal),
     }
     for name, ((N, H), bias, keywords) in calls.items():
+        if names and not any(part in name for part in names):
+            continue
         K, length = (
             (1, 256) if N == 8 else (N, _LENGTH)
         )  # by tile only where the mask's diagonal ends at a tile's corner
@@ -47,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -48,7 +48,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
         *arrays,
         out_type=(
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
-            jax.ShapeDtypeStruct((dims.B, dims.N, rounded(dims.T, 4)), jnp.float32),  # rows of 16 bytes, as TMA demands
+            jax.ShapeDtypeStruct((dims.B, dims.N, rounded(dims.T, 64)), jnp.float32),  # whole warpgroups
         ),
         blocks=dims.B * dims.N * shares(plan),
         warpgroups=config.compute_wgs + 1,
