@@ -37,6 +37,16 @@ def test_every_mask_lowers(mask):
     assert lower_forward(dataclasses.replace(BASE, mask=mask, batch=batch)) == 1
 
 
+@pytest.mark.parametrize(("T", "rows"), [(1, 64), (100, 128), (1024, 1024)])
+def test_the_log_sum_exp_of_a_head_has_room_for_whole_warpgroups(T, rows):
+    """What a warpgroup stores of it is copied in one piece, which is cut at the end of a head in the interpreter alone."""
+    q = jax.ShapeDtypeStruct((2, T, 4, 64), jnp.bfloat16)
+    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", return_residual=True)
+    text = jax.jit(call).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+    kernel = next(line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
+    assert f"tensor<2x4x{rows}xf32>" in kernel.rsplit("->", 1)[1]
+
+
 def test_lengths_given_twice_lower():
     q = jax.ShapeDtypeStruct((2, 200, 4, 64), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
