@@ -1,5 +1,6 @@
 """Attention to some keys and attention to others, merged into attention to all of them by the log-sum-exps."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,12 +23,12 @@ class Seen(NamedTuple):
         return self._replace(lse=jnp.where(condition, self.lse, -jnp.inf))
 
 
-def merged(a: Seen, b: Seen) -> Seen:
-    """Both, in the dtype of `a`."""
-    top = lax.stop_gradient(jnp.maximum(a.lse, b.lse))
+def merged(*parts: Seen) -> Seen:
+    """All of them, in the dtype of the log-sum-exps."""
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, (part.lse for part in parts)))
     top = jnp.where(top == -jnp.inf, 0, top)  # a row that has attended to nothing: exp(-inf - 0) = 0, not NaN
-    weights = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
+    weights = [jnp.exp(part.lse - top) for part in parts]
     empty = sum(weights) == 0
     total = jnp.where(empty, 1, sum(weights))
-    out = (weights[0] / total)[..., None] * a.out + (weights[1] / total)[..., None] * b.out
+    out = sum((weight / total)[..., None] * part.out for weight, part in zip(weights, parts, strict=True))
     return Seen(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))

@@ -37,24 +37,34 @@ def does(ring: "Ring", score: Any, mask: Any, segments: Any) -> bool:
 def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, score: Any, mask: Any) -> tuple[Any, Any]:
     """(out, lse) of this device's queries; `attend(problem, q, k, v, score, mask)`."""
     problem = ring.problem
+    if ring.size == 1:
+        return attend(problem, q, k, v, score, mask)
     keys, unbundle = bundle((k, v))
-    following = ring.rotate(keys)
-    out, lse = attend(problem, q, k, v, score, mask)
+    keys = ring.rotate(keys)
+    first = Seen(*attend(problem, q, k, v, score, mask))
 
-    def see(hop, keys, seen):
+    def one_hop(hop, keys):
         problem, mask_of_hop = _after_the_first(ring, mask, hop)
-        return merged(seen, Seen(*attend(problem, q, *unbundle(keys), score, mask_of_hop)))
+        return Seen(*attend(problem, q, *unbundle(keys), score, mask_of_hop))
 
-    def one_hop(hop, carry):
-        keys, seen = _in_order(carry)
-        following = ring.rotate(keys)  # travels while this hop is computed
-        return following, see(hop, keys, seen)
+    if ring.size <= _UNROLLED:  # merged at the end, all at once: each part is read once
+        parts = [first]
+        for hop in range(1, ring.size):
+            keys, parts[-1] = _in_order((keys, parts[-1]))
+            following = ring.rotate(keys) if hop < ring.size - 1 else None  # travels while this hop is computed
+            parts.append(one_hop(hop, keys))
+            keys = following
+        out, lse = merged(*parts)
+    else:
 
-    carry = following, Seen(out.astype(problem.acc_dtype), lse)
-    carry = lax.fori_loop(1, ring.size - 1, one_hop, carry, unroll=ring.size <= _UNROLLED)
-    keys, (out, lse) = _in_order(carry)
-    if ring.size > 1:  # in the last hop no keys travel on
-        out, lse = see(ring.size - 1, keys, Seen(out, lse))
+        def one_of_many(hop, carry):
+            keys, seen = _in_order(carry)
+            following = ring.rotate(keys)
+            return following, merged(seen, one_hop(hop, keys))
+
+        carry = keys, first._replace(out=first.out.astype(problem.acc_dtype))
+        keys, seen = _in_order(lax.fori_loop(1, ring.size - 1, one_of_many, carry))
+        out, lse = merged(seen, one_hop(ring.size - 1, keys))
     return out.astype(problem.dtype), lse
 
 

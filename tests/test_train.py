@@ -64,7 +64,10 @@ def small_disk(tmp_path, size):
     """A real file system of that size."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk]
+    mounted = subprocess.run(mount, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    if mounted.returncode:
+        assert any(why in mounted.stderr for why in ("superuser", "ermission denied", "not permitted")), mounted.stderr
         pytest.skip("mounting a file system needs root; a simulated failure is tested everywhere")
     try:
         yield disk
