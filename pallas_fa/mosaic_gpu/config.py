@@ -130,8 +130,8 @@ def backward_configs(
     """Tiles of the pass that gives these gradients, for padded head dims of q, k and of v, multiples of 64.
 
     The first that fits shared memory is the best. Empty where the gradients don't fit a warpgroup's registers. `length`:
-    S. `group`: query heads of a key head. `alike`: there is no mask. `from_table`: as for the forward
-    kernel. The log is in benchmarks/NOTES.md.
+    S. `group`: query heads of a key head. `alike`: there is no mask. `from_table`: as for the forward kernel. The log is
+    in benchmarks/NOTES.md.
     """
     Config = BackwardConfig
     small = Config(1, 64), Config(1, 64, ds_stages=1), Config(1, 64, (1, 1), 1)

@@ -157,10 +157,10 @@ class Compute:
         plan.out.store(out_copied.at[self.wg], self.gmem.out, block.b, rows, block.n)
         lse_rows = self.gmem.lse.at[block.b, block.n, rows]
         store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[self.wg], lse_rows)
-        if self.gmem.lse.shape[2] % plan.config.block_q:  # past the end lie the rows of the next head
-            pl.when(self.t0 < plan.problem.dims.T)(store_lse)
-        else:
+        if plan.skips_steps or self.gmem.lse.shape[2] % plan.config.block_q == 0:
             store_lse()
+        else:  # past the end lie the rows of the next head
+            pl.when(self.t0 < plan.problem.dims.T)(store_lse)
 
     # ---- scores, masks and their arrays ----
 
