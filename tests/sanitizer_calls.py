@@ -29,22 +29,21 @@ def main(names: Sequence[str] = ()) -> None:
     """Runs the calls whose names have one of `names` in them, or all, and prints a line after each."""
     ids = jnp.arange(_LENGTH)[None] // 70
     causal = {"is_causal": True}
+    two_heads = _LENGTH, 2, 2
     calls = {
-        "full, H=128": ((2, 128), None, {}),
-        "causal, H=128": ((2, 128), None, causal),
-        "window, H=128": ((2, 128), None, causal | {"local_window_size": (100, 0)}),
-        "documents, H=64": ((2, 64), None, causal | {"query_segment_ids": ids, "key_value_segment_ids": ids}),
-        "bias, H=64": ((2, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
-        "causal, H=256": ((2, 256), None, causal),
-        "causal, heads of a tile before the next": ((8, 128), None, causal),
+        "full, H=128": ((*two_heads, 128), None, {}),
+        "causal, H=128": ((*two_heads, 128), None, causal),
+        "window, H=128": ((*two_heads, 128), None, causal | {"local_window_size": (100, 0)}),
+        "documents, H=64": ((*two_heads, 64), None, causal | {"query_segment_ids": ids, "key_value_segment_ids": ids}),
+        "bias, H=64": ((*two_heads, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
+        "causal, H=256": ((*two_heads, 256), None, causal),
+        # Only where the diagonal ends at a tile's corner.
+        "causal, heads of a tile before the next": ((256, 8, 1, 128), None, causal),
     }
-    for name, ((N, H), bias, keywords) in calls.items():
+    for name, ((T, N, K, H), bias, keywords) in calls.items():
         if names and not any(part in name for part in names):
             continue
-        K, length = (
-            (1, 256) if N == 8 else (N, _LENGTH)
-        )  # by tile only where the mask's diagonal ends at a tile's corner
-        q, k, v = (_normal(i, 1, length, heads, H) for i, heads in enumerate((N, K, K)))
+        q, k, v = (_normal(i, 1, T, heads, H) for i, heads in enumerate((N, K, K)))
         run = jax.jit(jax.grad(functools.partial(_loss, **keywords), (0, 1, 2) if bias is None else (0, 1, 2, 3)))
         jax.block_until_ready(run(q, k, v, bias))
         print(f"ran: {name}", flush=True)

@@ -101,11 +101,18 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     is_right_and_free_of_races(*CASES[name])
 
 
-@pytest.mark.parametrize("option", [{}, {"width": 128, "store_warps": 1}], ids=str)
-def test_heads_of_a_tile_before_the_next_tile(option, monkeypatch):
+BY_TILE = {
+    "H=128": ({}, {}),
+    "H=64, soft cap": ({"H": 64, "Hv": 64, "score": "soft_cap"}, {"width": 128}),
+    "window, soft cap": ({"T": 512, "mask": "window_causal", "score": "soft_cap"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", BY_TILE)
+def test_heads_of_a_tile_before_the_next_tile(name, monkeypatch):
     """In two sections of heads, one from the first tile up, one from the last tile down."""
-    case = dataclasses.replace(WIDE, batch=(2,), T=384, S=384, N=4, K=2, H=64 if option else 128, mask="causal")
-    case = dataclasses.replace(case, Hv=case.H)
+    changes, option = BY_TILE[name]
+    case = dataclasses.replace(WIDE, **(dict(batch=(2,), T=384, S=384, N=4, K=2, mask="causal") | changes))
     keywords = {"config": Config(backward=BackwardConfig(by_tile=True, **option))}
     monkeypatch.setattr(backward_plan, "MULTIPROCESSORS", 6)
     problem, _ = problem_of(case, keywords)
@@ -327,10 +334,13 @@ def test_options_of_a_config_lower(option, mask):
     assert lower_backward(case, config=Config(backward=BackwardConfig(**option))) == 1
 
 
-@pytest.mark.parametrize("field", ["compute_wgs", "width", "ds_stages", "head_section", "store_warps"])
-def test_a_wrong_configuration_says_why(field):
-    with pytest.raises(ValueError, match=f"{field}=0"):
-        BackwardConfig(**{field: 0})
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*((name, 0) for name in ("compute_wgs", "width", "ds_stages", "head_section", "store_warps")), ("stagger", -1)],
+)
+def test_a_wrong_configuration_says_why(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        BackwardConfig(**{field: value})
 
 
 def test_deterministic_gradients_take_passes_without_additions():

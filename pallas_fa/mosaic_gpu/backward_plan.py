@@ -203,8 +203,8 @@ class Plan:
         What depends on the head alone would have to be loaded in each step. Sections must fill the GPU once, not twice.
         """
         depends = self.summed or self.of_kind("scalar")
-        sections = self.problem.dims.B * self.heads / self._heads_at_once
-        fill = self._heads_at_once > 1 and (sections <= 1 or sections.is_integer())
+        heads, at_once = self.problem.dims.B * self.heads, self._heads_at_once
+        fill = at_once > 1 and (heads <= at_once or heads % at_once == 0)
         of_group = self.fused and self.problem.group > 1 and self.problem.mask is not None
         return self.config.by_tile and of_group and fill and not depends and self.known_visits is not None
 
@@ -292,7 +292,7 @@ class Plan:
     def dq_claims_shape(self) -> tuple[int, ...]:
         """Of the counters of the tiles of these sums (see `first_store`)."""
         dims = self.problem.dims
-        shape = dims.B, dims.N, -(-dims.T // self.config.width)
+        shape = dims.B, dims.N, self.other_tiles
         return (self.blocks, *shape) if self.interpret else shape
 
     def added_shape(self, i: int) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
     plan = ForwardPlan.of(problem, score, mask, interpret)
     dims, config = problem.dims, plan.config
     blocks = -(-dims.T // config.block_q)
-    section = 1 if mask is None else schedule.section(dims.B * dims.N, config.head_section)
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
     if mask is not None and plan.visit_table:
         sizes = config.block_q, dims.T, dims.S, config.block_kv
@@ -38,7 +37,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
         arrays.append(schedule.table(found, blocks, blocks))
 
     def flash_attention_forward(*refs, **scratch):
-        _kernel(plan, section, *refs, **scratch)
+        _kernel(plan, *refs, **scratch)
 
     out, lse = launch(
         flash_attention_forward,
@@ -69,7 +68,7 @@ class _Refs(NamedTuple):
     lse: Any
 
 
-def _kernel(plan: ForwardPlan, section: int, q, k, v, *refs, **scratch):
+def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
     visit_table = arrays.pop() if plan.visit_table else None
     gmem = _Refs(q, k, v, tuple(arrays), visit_table, out, lse)
@@ -81,7 +80,7 @@ def _kernel(plan: ForwardPlan, section: int, q, k, v, *refs, **scratch):
         plgpu.set_max_registers(compute_registers, action="increase")
         if plan.takes_turns:
             pl.when(wg == plan.config.compute_wgs - 1)(lambda: plan.turns(scratch).arrive(0))
-        for_blocks(plan, section, lambda block: Compute(plan, block, wg, gmem, scratch).run())
+        for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run())
         if plan.takes_turns:
             pl.when(wg == 0)(lambda: plan.turns(scratch).wait(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -89,5 +88,5 @@ def _kernel(plan: ForwardPlan, section: int, q, k, v, *refs, **scratch):
     @pl.when(wg == plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
-        counts = for_blocks(plan, section, lambda block: Load(plan, block, gmem, scratch).run())
+        counts = for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
         wait_for_the_rest(plan, *counts, scratch)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
+from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
 from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
@@ -53,6 +54,13 @@ class ForwardPlan:
     def paired(self) -> bool:
         """Whether a block of threads does two blocks of queries, the start of the second under the end of the first."""
         return self.config.paired and self.problem.dims.T > self.config.block_q
+
+    @property
+    def section(self) -> int:
+        """Heads whose blocks run side by side."""
+        if self.problem.mask is None:
+            return 1
+        return schedule.section(self.problem.dims.B * self.problem.dims.N, self.config.head_section)
 
     @property
     def takes_turns(self) -> bool:

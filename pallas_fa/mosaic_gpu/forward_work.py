@@ -38,12 +38,12 @@ class Steps(NamedTuple):
     end: Any
 
 
-def for_blocks(plan: ForwardPlan, section: int, role: Callable[[Block], tuple[Any, Any]]) -> tuple[Any, Any]:
+def for_blocks(plan: ForwardPlan, role: Callable[[Block], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of these threads; returns the sums.
 
     A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
     """
-    b, n, share, _ = schedule.place(section, shares(plan), plan.problem.dims.N)
+    b, n, share, _ = schedule.place(plan.section, shares(plan), plan.problem.dims.N)
     from_end = _blocks(plan) - 1 - share
 
     def one(number, done, arrays_done):
