@@ -26,6 +26,7 @@ BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 CASES = {
     "full": (dataclasses.replace(BASE, T=128, S=256), TWO),
     "full, 3 warpgroups": (dataclasses.replace(BASE, T=192, S=192), THREE),
+    "full, 3 warpgroups, two past the end": (dataclasses.replace(BASE, T=200), THREE),
     "causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), TWO),
     "causal, 3 warpgroups": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), THREE),
     "window": (dataclasses.replace(BASE, mask="window_causal"), TWO),
@@ -38,8 +39,12 @@ CASES = {
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
     "in turns, causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), IN_TURNS),
-    "in turns, 3 warpgroups, two past the end, bias": (
+    "in turns, 3 warpgroups, two absent at the start, bias": (
         dataclasses.replace(BASE, T=200, mask="window_causal", score="bias_shared"),
+        THREE_IN_TURNS,
+    ),
+    "in turns, 3 warpgroups, one absent at the start, every kind of score": (
+        dataclasses.replace(BASE, mask="bottom_right", score="everything"),
         THREE_IN_TURNS,
     ),
     "pairs in turns, segments": (dataclasses.replace(BASE, T=400, mask="segments"), PAIRS_IN_TURNS),

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -59,11 +60,16 @@ class Load:
     def _queries(self):
         plan, block, ready = self.plan, self.block, self.scratch["q_ready"]
         for wg in range(plan.config.compute_wgs):
-            rows = pl.ds(block.t0 + wg * 64, 64)
+            rows = self._rows(wg)
             plan.q.load(self.gmem.q, block.b, rows, block.n, self.copied["q"].at[wg], ready)
             for a in plan.columns:
                 source = self.gmem.arrays[a].at[(*plan.arrays[a].index(block.b, block.n), rows)]
                 plgpu.copy_gmem_to_smem(source, self.scratch[f"array{a}_smem"].at[wg], ready)
+
+    def _rows(self, wg):
+        first = self.block.t0 + wg * 64
+        # Rows that are absent are loaded too, from anywhere: the barriers count on it.
+        return pl.ds(jnp.maximum(first, 0) if self.plan.absent_rows else first, 64)
 
     def _next_queries(self):
         pl.when(self.block.done > 0)(lambda: plgpu.barrier_wait(self.scratch["q_free"]))
@@ -82,7 +88,7 @@ class Load:
                 plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, keys)], smem, ready)
                 continue
             for wg in range(c.compute_wgs):
-                rows = pl.ds(block.t0 + wg * 64, 64)
+                rows = self._rows(wg)
                 plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, rows, keys)], smem.at[wg], ready)
 
 

@@ -14,7 +14,7 @@ from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.arrays import KernelArray
 from pallas_fa.mosaic_gpu.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
 from pallas_fa.mosaic_gpu.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.mosaic_gpu.tiles import Tiles, alike, scratch_bytes
+from pallas_fa.mosaic_gpu.tiles import Tiles, alike, rounded, scratch_bytes
 from pallas_fa.problem import Problem
 
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
@@ -80,6 +80,16 @@ class ForwardPlan:
             and c.compute_wgs > 1
             and (shorter or 0 < self.problem.dims.T % c.block_q <= c.block_q - 64)
         )
+
+    @property
+    def absent_rows(self) -> int:
+        """Rows, whole warpgroups, that the first block of queries lacks, as blocks are counted from the end.
+
+        Under most masks later queries see more keys: a block that lacks some costs least where the fewest are seen.
+        """
+        if self.problem.mask is None or not self.skips_steps:
+            return 0
+        return -rounded(self.problem.dims.T, 64) % self.config.block_q
 
     @property
     def separate_out(self) -> bool:

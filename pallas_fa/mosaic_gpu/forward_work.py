@@ -11,7 +11,7 @@ from pallas_fa.mosaic_gpu.forward_plan import ForwardPlan
 
 
 class Block(NamedTuple):
-    """A block of queries of one head: batch entry, query head, its number and its first query.
+    """A block of queries of one head: batch entry, query head, its number, and its first query: negative where some lack.
 
     `done`, `arrays_done`: steps, and steps that used streamed arrays, of the block that the same threads did before.
     """
@@ -47,7 +47,7 @@ def for_blocks(plan: ForwardPlan, role: Callable[[Block], tuple[Any, Any]]) -> t
     from_end = _blocks(plan) - 1 - share
 
     def one(number, done, arrays_done):
-        return role(Block(b, n, number, number * plan.config.block_q, done, arrays_done))
+        return role(Block(b, n, number, number * plan.config.block_q - plan.absent_rows, done, arrays_done))
 
     if not plan.paired:
         # Under most masks later queries see more keys: longest first.
@@ -74,7 +74,7 @@ def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:
 
 
 def steps_of_warpgroup(plan: ForwardPlan, block: Block, steps: Steps, wg: Any) -> Steps:
-    """Those `steps` of a block that warpgroup `wg` computes for its 64 queries; none where they are past the end."""
+    """Those `steps` of a block that warpgroup `wg` computes for its 64 queries; none where they are outside."""
     if not plan.skips_steps:
         return steps
     t0 = block.t0 + wg * 64
@@ -84,7 +84,7 @@ def steps_of_warpgroup(plan: ForwardPlan, block: Block, steps: Steps, wg: Any) -
     end = jnp.clip(shift + own.end, first + 1, steps.end)
     cut_end = 0 if schedule.is_equal(own.cut_end, 0) else jnp.maximum(shift + own.cut_end, first + 1)
     full_end = None if own.full_end is None else shift + own.full_end
-    is_there = t0 < plan.problem.dims.T
+    is_there = t0 >= 0 if plan.absent_rows else t0 < plan.problem.dims.T
     return Steps(
         steps.last, jnp.where(is_there, first, steps.end), cut_end, full_end, jnp.where(is_there, end, steps.end)
     )
@@ -109,7 +109,7 @@ def _visits(plan, t0, count):
     if mask is None:
         everything = (0, dims.S)
         return schedule.visits(everything, everything, dims.S, plan.config.block_kv)
-    queries = t0, jnp.minimum(t0 + count, dims.T)
+    queries = jnp.maximum(t0, 0) if plan.absent_rows else t0, jnp.minimum(t0 + count, dims.T)
     return schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, plan.config.block_kv)
 
 
