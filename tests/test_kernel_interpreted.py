@@ -19,8 +19,9 @@ TWO, THREE = (Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64)) for wg
 IN_TURNS, THREE_IN_TURNS = (
     Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64, takes_turns=True)) for wgs in (2, 3)
 )
-PAIRS_IN_TURNS = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, paired=True, takes_turns=True))
-PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, paired=True))
+PAIRS_IN_TURNS = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, pairs=1, takes_turns=True))
+TWO_PAIRS = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, pairs=2))
+PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, pairs=1))
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -52,6 +53,8 @@ CASES = {
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score": (dataclasses.replace(BASE, mask="causal", score="everything"), PAIRED),
     "pairs, dense mask, bias": (dataclasses.replace(BASE, mask="dense", score="bias_shared"), PAIRED),
+    "two pairs at a time, an odd number of blocks": (dataclasses.replace(BASE, T=270, mask="causal"), TWO_PAIRS),
+    "two pairs at a time, one pair left, segments": (dataclasses.replace(BASE, T=370, mask="segments"), TWO_PAIRS),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 

@@ -100,13 +100,14 @@ def test_every_length_lowers(T, S, dtype):
     assert lower_forward(dataclasses.replace(BASE, T=T, S=S, mask="causal", dtype=dtype, batch=())) == 1
 
 
+MANY = 10_000  # heads, more than there are multiprocessors
 CONFIGS = sorted(
     {
         (dim, config)
         for dim in (64, 128, 192, 256)
         for length in (1024, 2**14)
         for alike, from_table in itertools.product((True, False), repeat=2)
-        for config in forward_configs(dim, dim, length, alike, from_table)
+        for config in forward_configs(dim, dim, length, MANY, alike, from_table)
     },
     key=str,
 )
@@ -114,8 +115,14 @@ CONFIGS = sorted(
 
 @pytest.mark.parametrize(("dim", "config"), CONFIGS)
 def test_every_configuration_of_the_tables_lowers(dim, config):
-    case = dataclasses.replace(BASE, mask="segments", H=dim, Hv=dim)
+    case = dataclasses.replace(BASE, T=500, mask="segments", H=dim, Hv=dim)
     assert lower_forward(case, config=Config(forward=config)) == 1
+
+
+@pytest.mark.parametrize(("heads", "pairs"), [(1, 0), (16, 0), (33, 1), (66, 2), (132, 4), (MANY, 4)])
+def test_no_more_pairs_than_keep_multiprocessors_busy(heads, pairs):
+    """At 1024 queries there are 8 blocks of queries for each head, for 132 multiprocessors."""
+    assert forward_configs(128, 128, 1024, heads, alike=False, from_table=True)[0].pairs == pairs
 
 
 def test_sizes_past_two_to_the_31_lower():
@@ -173,6 +180,7 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
         ({"block_kv": 80}, "block_kv=80"),
         ({"stages": 1}, "stages=1"),
         ({"head_section": 0}, "head_section=0"),
+        ({"pairs": -1}, "pairs=-1"),
     ],
 )
 def test_a_wrong_configuration_says_why(arguments, message):

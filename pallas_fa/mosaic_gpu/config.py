@@ -14,10 +14,10 @@ class ForwardConfig:
     `stages`: depth of the K and V rings. `head_section`: heads whose tiles run side by side, the longest tiles first,
     where the work of tiles differs; it keeps their keys and values in the L2 cache. `pin_softmax`: write the row sums to
     shared memory in each step, where nobody reads them. ptxas otherwise moves the exponentials behind the wait for the
-    P V matmul that they are meant to run under; it cannot move them behind a store. `paired`: a block of threads does two
-    blocks of queries, the loads of the second under the end of the first. `takes_turns`: the warpgroups issue their
-    matmuls in turn, so that the softmax of one runs under the matmuls of another. `q_in_registers`: queries are a matmul
-    operand in registers, not in shared memory.
+    P V matmul that they are meant to run under; it cannot move them behind a store. `pairs`: a block of threads does that
+    many pairs of blocks of queries, the loads of each block under the end of the one before; 0: a single block.
+    `takes_turns`: the warpgroups issue their matmuls in turn, so that the softmax of one runs under the matmuls of
+    another. `q_in_registers`: queries are a matmul operand in registers, not in shared memory.
     """
 
     compute_wgs: int = 2
@@ -25,7 +25,7 @@ class ForwardConfig:
     stages: int = 2
     head_section: int = 8
     pin_softmax: bool = True
-    paired: bool = False
+    pairs: int = 0
     takes_turns: bool = False
     q_in_registers: bool = False
 
@@ -40,6 +40,8 @@ class ForwardConfig:
             raise ValueError(f"stages={self.stages} must be at least 2, to load one tile while another is used.")
         if self.head_section < 1:
             raise ValueError(f"head_section={self.head_section} must be at least 1.")
+        if self.pairs < 0:
+            raise ValueError(f"pairs={self.pairs} must be at least 0, for single blocks of queries.")
 
     @property
     def block_q(self) -> int:
@@ -52,26 +54,41 @@ class ForwardConfig:
 
 
 def forward_configs(
-    head_dim: int, value_dim: int, length: int, alike: bool, from_table: bool
+    head_dim: int, value_dim: int, length: int, heads: int, alike: bool, from_table: bool
 ) -> tuple[ForwardConfig, ...]:
     """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best.
 
-    `length`: T. `alike`: all queries visit the same keys, and there is no score. `from_table`: the mask has arrays, such
-    as segment ids: blocks read from memory which keys they visit, which may be few. The log is in benchmarks/NOTES.md.
+    `length`: T. `heads`: those of all batch entries. `alike`: all queries visit the same keys, and there is no score.
+    `from_table`: the mask has arrays, such as segment ids: blocks read from memory which keys they visit, which may be
+    few. The log is in benchmarks/NOTES.md.
     """
     Config, widest = ForwardConfig, max(head_dim, value_dim)
     small = Config(2, 64), Config(1, 64)
     if widest <= 64:
-        return Config(3, pin_softmax=False, takes_turns=True, head_section=16), Config(2, takes_turns=True), *small
+        best = Config(3, pin_softmax=False, takes_turns=True, head_section=16)
+        # Under a causal mask pairs spill registers: a whole head at a time still gains where it is short.
+        pairs = 3 if 512 < length <= 1024 and not alike and not from_table else 0
+        return _with_pairs(best, pairs, length, heads), best, Config(2, takes_turns=True), *small
     if widest > 128 and (value_dim > 128 or head_dim > 192):
         return small
     section = 1 if from_table else 8
     best = Config(2, takes_turns=True, head_section=section)
     if alike and widest <= 128:
         best = Config(2, q_in_registers=True, head_section=section)
-    starts_often = from_table or length <= (8192 if alike else 2048)
-    first = (dataclasses.replace(best, paired=True),) if starts_often else ()
-    return *first, best, Config(2, pin_softmax=False), *small
+    pairs = 4 if from_table else int(length <= 8192) if alike else 2 * (length <= 2048)
+    return _with_pairs(best, pairs, length, heads), best, Config(2, pin_softmax=False), *small
+
+
+def _with_pairs(config, most, length, heads):
+    """`config` with up to that many pairs: fewer, or none, where multiprocessors would then be idle."""
+    blocks = -(-length // config.block_q)
+
+    def time(pairs):
+        each = max(1, min(2 * pairs, blocks))
+        rounds = -(-heads * -(-blocks // each) // MULTIPROCESSORS)
+        return rounds * (each + 0.25)  # to start a block of threads has cost a quarter of a block of queries
+
+    return dataclasses.replace(config, pairs=min((most >> i for i in range(most.bit_length() + 1)), key=time))
 
 
 @dataclasses.dataclass(frozen=True)

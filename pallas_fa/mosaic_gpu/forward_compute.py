@@ -68,7 +68,7 @@ class Compute:
             plgpu.barrier_arrive(self.scratch["arrays_free"].at[slot])
 
     def _release_queries(self):
-        if self.plan.paired:
+        if self.plan.pairs:
             plgpu.barrier_arrive(self.scratch["q_free"])
 
     def _attend(self):
@@ -146,7 +146,7 @@ class Compute:
         factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
         unit = 1 / LOG2E if plan.problem.score is None else self.factor
         lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
-        if plan.paired:
+        if plan.pairs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block of queries before
         out_smem, out_copied = plan.out.views(scratch["out_smem" if plan.separate_out else "q_smem"])
         for chunk, x in enumerate(_times_rows(acc, factor)):

@@ -23,7 +23,7 @@ class Load:
     def run(self) -> tuple[Any, Any]:
         """Returns (steps, steps that use streamed arrays)."""
         plan, block, scratch = self.plan, self.block, self.scratch
-        if not plan.paired:
+        if not plan.pairs:
             self._queries()
         steps = work.steps_of(plan, block, self.gmem.visit_table)
 
@@ -34,7 +34,7 @@ class Load:
             keys = pl.ds((steps.last - i) * plan.config.block_kv, plan.config.block_kv)
             wait_free(plan, step, slot, scratch["k_free"])
             self._load("k", keys, slot, scratch["k_ready"].at[slot])
-            if plan.paired:  # the first keys come before the block of queries before is done
+            if plan.pairs:  # the first keys come before the block of queries before is done
                 pl.when(i == 0)(self._next_queries)
             if plan.streamed and plan.arrays_always:
                 self._arrays(steps, i, keys)
@@ -103,5 +103,5 @@ def wait_for_the_rest(plan: ForwardPlan, done: Any, arrays_done: Any, scratch: d
     for name, count in rings:
         for slot in range(plan.config.stages):
             pl.when(slot < count)(lambda name=name, slot=slot: plgpu.barrier_wait(scratch[name].at[slot]))
-    if plan.paired:
+    if plan.pairs:
         plgpu.barrier_wait(scratch["q_free"])

@@ -45,15 +45,16 @@ class ForwardPlan:
         leaves, tree = jax.tree.flatten((score, mask))
         arrays = tuple(map(KernelArray.of, leaves))
         visit_table = bool(jax.tree.leaves(mask))
-        table = forward_configs(q.padded_dim, v.padded_dim, T, _is_alike(problem, score, mask), visit_table)
+        heads, is_alike = problem.dims.B * problem.dims.N, _is_alike(problem, score, mask)
+        table = forward_configs(q.padded_dim, v.padded_dim, T, heads, is_alike, visit_table)
         configs = named_or(problem.config, "forward", table)
         plans = [cls(problem, c, arrays, tree, q, k, v, out, visit_table, interpret) for c in configs]
         return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
 
     @property
-    def paired(self) -> bool:
-        """Whether a block of threads does two blocks of queries, the start of the second under the end of the first."""
-        return self.config.paired and self.problem.dims.T > self.config.block_q
+    def pairs(self) -> int:
+        """Pairs of blocks of queries that a block of threads does, each starting under the end of the one before; or 0."""
+        return self.config.pairs if self.problem.dims.T > self.config.block_q else 0
 
     @property
     def section(self) -> int:
@@ -94,7 +95,7 @@ class ForwardPlan:
     @property
     def separate_out(self) -> bool:
         """Whether the output has shared memory of its own, or goes where the queries were."""
-        return self.paired or self.out != self.q
+        return self.pairs > 0 or self.out != self.q
 
     @property
     def arrays_always(self) -> bool:
@@ -149,7 +150,7 @@ class ForwardPlan:
             scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
         if self.separate_out:
             scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
-        if self.paired:
+        if self.pairs:
             scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
         if self.takes_turns and self.interpret:
             scratch["turns_mbarrier"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)

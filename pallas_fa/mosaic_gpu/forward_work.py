@@ -44,26 +44,30 @@ def for_blocks(plan: ForwardPlan, role: Callable[[Block], tuple[Any, Any]]) -> t
     A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
     """
     b, n, share, _ = schedule.place(plan.section, shares(plan), plan.problem.dims.N)
-    from_end = _blocks(plan) - 1 - share
+    last = _blocks(plan) - 1
 
     def one(number, done, arrays_done):
         return role(Block(b, n, number, number * plan.config.block_q - plan.absent_rows, done, arrays_done))
 
-    if not plan.paired:
+    if not plan.pairs:
         # Under most masks later queries see more keys: longest first.
-        return one(share if plan.problem.mask is None else from_end, 0, 0)
+        return one(share if plan.problem.mask is None else last - share, 0, 0)
 
-    def either(i, sums):
-        counts = one(jnp.where(i == 0, from_end, share), *sums)
+    def following(i, sums):
+        pair, is_second = schedule.quotient_and_rest(i, 2)
+        pair = share + pair * shares(plan)
+        counts = one(jnp.where(is_second == 0, last - pair, pair), *sums)
         return tuple(a + b for a, b in zip(sums, counts, strict=True))
 
-    count = jnp.where(share == from_end, 1, 2)
-    return lax.fori_loop(0, count, either, (jnp.int32(0), jnp.int32(0)))
+    count = 2 * lax.div(_pairs(plan) - share + shares(plan) - 1, jnp.int32(shares(plan)))
+    if last % 2 == 0:  # the block in the middle is a pair of its own, the last
+        count -= jnp.where(share == (_pairs(plan) - 1) % shares(plan), 1, 0)
+    return lax.fori_loop(0, count, following, (jnp.int32(0), jnp.int32(0)))
 
 
 def shares(plan: ForwardPlan) -> int:
     """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
-    return -(-_blocks(plan) // 2) if plan.paired else _blocks(plan)
+    return -(-_pairs(plan) // plan.pairs) if plan.pairs else _blocks(plan)
 
 
 def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:
@@ -101,6 +105,10 @@ def array_steps(plan: ForwardPlan, steps: Steps, i: Any) -> Any:
 def _blocks(plan):
     """Blocks of queries of one head."""
     return -(-plan.problem.dims.T // plan.config.block_q)
+
+
+def _pairs(plan):
+    return -(-_blocks(plan) // 2)
 
 
 def _visits(plan, t0, count):
