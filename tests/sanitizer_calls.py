@@ -1,6 +1,7 @@
 """A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
 
-Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths.
+Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths,
+pairs of blocks of queries.
 """
 
 import functools
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa
+from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
 
 _LENGTH = 300
 
@@ -37,6 +39,9 @@ def main(names: Sequence[str] = ()) -> None:
         "documents, H=64": ((*two_heads, 64), None, causal | {"query_segment_ids": ids, "key_value_segment_ids": ids}),
         "bias, H=64": ((*two_heads, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
         "causal, H=256": ((*two_heads, 256), None, causal),
+        "causal, H=64": ((*two_heads, 64), None, causal),
+        "full, pairs": ((*two_heads, 128), None, {"config": Config(forward=ForwardConfig(pairs=2))}),
+        "causal, pairs, H=64": ((*two_heads, 64), None, causal | {"config": Config(forward=ForwardConfig(1, pairs=2))}),
         # Only where the diagonal ends at a tile's corner.
         "causal, heads of a tile before the next": ((256, 8, 1, 128), None, causal),
     }

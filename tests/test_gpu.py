@@ -15,6 +15,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks
+from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
 from tests.cases import TABLE, Case
 
 pytestmark = pytest.mark.gpu
@@ -52,12 +53,35 @@ def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 
 
+# With so few heads the tables choose no pairs: blocks of threads would be too few.
+PAIRS = (
+    (Case(1000, 1000, "causal", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(3, takes_turns=True, pairs=3)),
+    (Case(1500, 1500, "packed", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(2, takes_turns=True, pairs=4)),
+    (Case(1500, 1500, "packed", "plain", "float16", N=4, K=2, H=128, Hv=128), ForwardConfig(takes_turns=True, pairs=2)),
+    (Case(1000, 900, "full", "plain", "float16", H=128, Hv=128), ForwardConfig(q_in_registers=True, pairs=1)),
+    (Case(1333, 517, "dense", "bias", "float16", H=128, Hv=128), ForwardConfig(2, 64, pairs=2)),
+    (Case(1333, 517, "lengths", "everything", "bfloat16", H=64, Hv=64), ForwardConfig(2, 64, pairs=3)),
+)
+
+
+@pytest.mark.parametrize(("case", "config"), PAIRS, ids=[f"{case}-{config.pairs}" for case, config in PAIRS])
+def test_pairs_of_blocks_are_accurate(case, config, check):
+    check(case, "mosaic_gpu", gradients=False, config=Config(forward=config))
+
+
 @pytest.mark.parametrize("case", WIDE_CASES[:8], ids=str)
 def test_tangents_at_the_kernels_values_are_accurate(case, check_tangents):
     check_tangents(case, "mosaic_gpu")
 
 
-@pytest.mark.parametrize("case", WIDE_CASES[:3] + WIDE_CASES[8:9], ids=str)
+# So many heads that the tables choose pairs of blocks of queries.
+MANY_HEADS = tuple(
+    Case(1024, 1024, mask, "plain", "bfloat16", N=32, K=32, H=H, Hv=H, batch=(8,))
+    for mask, H in (("causal", 64), ("packed", 128), ("full", 128))
+)
+
+
+@pytest.mark.parametrize("case", WIDE_CASES[:3] + WIDE_CASES[8:9] + MANY_HEADS, ids=str)
 def test_a_thousand_reruns_are_bitwise_equal(case):
     inputs = case.inputs()
     call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", return_residual=True)

@@ -106,8 +106,8 @@ CONFIGS = sorted(
         (dim, config)
         for dim in (64, 128, 192, 256)
         for length in (1024, 2**14)
-        for alike, from_table in itertools.product((True, False), repeat=2)
-        for config in forward_configs(dim, dim, length, MANY, alike, from_table)
+        for flags in itertools.product((True, False), repeat=3)
+        for config in forward_configs(dim, dim, length, MANY, *flags)
     },
     key=str,
 )
@@ -122,7 +122,7 @@ def test_every_configuration_of_the_tables_lowers(dim, config):
 @pytest.mark.parametrize(("heads", "pairs"), [(1, 0), (16, 0), (33, 1), (66, 2), (132, 4), (MANY, 4)])
 def test_no_more_pairs_than_keep_multiprocessors_busy(heads, pairs):
     """At 1024 queries there are 8 blocks of queries for each head, for 132 multiprocessors."""
-    assert forward_configs(128, 128, 1024, heads, alike=False, from_table=True)[0].pairs == pairs
+    assert forward_configs(128, 128, 1024, heads, alike=False, from_table=True, packed=True)[0].pairs == pairs
 
 
 def test_sizes_past_two_to_the_31_lower():

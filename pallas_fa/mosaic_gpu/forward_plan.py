@@ -46,7 +46,8 @@ class ForwardPlan:
         arrays = tuple(map(KernelArray.of, leaves))
         visit_table = bool(jax.tree.leaves(mask))
         heads, is_alike = problem.dims.B * problem.dims.N, _is_alike(problem, score, mask)
-        table = forward_configs(q.padded_dim, v.padded_dim, T, heads, is_alike, visit_table)
+        packed = bool(masks.parts_of(mask, masks.Segments))
+        table = forward_configs(q.padded_dim, v.padded_dim, T, heads, is_alike, visit_table, packed)
         configs = named_or(problem.config, "forward", table)
         plans = [cls(problem, c, arrays, tree, q, k, v, out, visit_table, interpret) for c in configs]
         return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
