@@ -31,7 +31,7 @@ AXES = ("data", "context", "model")  # neighbours along the last talk most
 BY_OUTPUTS = ("query", "key", "value", "gate", "up")  # kernel [D, heads or hidden, ...], bias [heads or hidden, ...]
 BY_INPUTS = ("out", "down")  # kernel [heads or hidden, ..., D], and a bias that is added once
 
-KEEPERS = "data and context"  # cut D of these kernels, between steps
+KEEPERS = ("data", "context")  # their devices keep parts of these kernels between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Layout:
             return None
 
         def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
-            return NamedSharding(mesh, self._places(path, self._keepers(path, x.shape)))
+            return NamedSharding(mesh, self._places(path, x.shape))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def in_parts(self, params: Any, dtype: Any) -> Any:
         """Parameters whose matrices are in `dtype` where devices keep parts of them."""
-        cast = lambda path, x: x.astype(dtype) if self._keepers(path, x.shape) else x
+        cast = lambda path, x: x if self._kept_along(path, x.shape) is None else x.astype(dtype)
         return self._placed(jax.tree_util.tree_map_with_path(cast, params), whole=False)
 
     def gathered(self, params: Any, dtype: Any) -> Any:
@@ -103,7 +103,7 @@ class Layout:
         def backward(_, gradients):
             d_x, d_params = gradients
             leaves, tree = jax.tree_util.tree_flatten_with_path(self._placed(d_params, whole=False))
-            sums = {i: x for i, (path, x) in enumerate(leaves) if self._keepers(path, x.shape)}
+            sums = {i: x for i, (path, x) in enumerate(leaves) if self._kept_along(path, x.shape) is not None}
             d_x, sums = jax.lax.optimization_barrier((d_x, sums))
             return d_x, jax.tree.unflatten(tree, [sums.get(i, x) for i, (_, x) in enumerate(leaves)])
 
@@ -117,23 +117,40 @@ class Layout:
             return params
 
         def placed(path: tuple[Any, ...], x: Any) -> Any:
-            if not (keepers := self._keepers(path, x.shape)):
+            if self._kept_along(path, x.shape) is None:
                 return x
-            places = self._places(path, () if whole else keepers)
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, places))
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self._places(path, x.shape, whole)))
 
         return jax.tree_util.tree_map_with_path(placed, params)
 
-    def _keepers(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
-        """The axes over whose devices a parameter is kept in parts; none where each keeps all of it."""
-        axes = tuple(axis for axis in ("data", "context") if self.size(axis) > 1)
-        parts = math.prod(map(self.size, axes))
-        cut = [size for size, by in zip(shape, _cuts(path), strict=False) if by == KEEPERS and size % parts == 0]
-        return axes if cut else ()
+    @property
+    def _keepers(self) -> tuple[str, ...]:
+        return tuple(axis for axis in KEEPERS if self.size(axis) > 1)
 
-    @staticmethod
-    def _places(path: tuple[Any, ...], keepers: tuple[str, ...]) -> P:
-        return P(*((keepers or None) if by == KEEPERS else by for by in _cuts(path)))
+    def _kept_along(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
+        """The dim of a kernel that its keepers cut into parts, or None, where each device keeps all of it.
+
+        The first, if it divides: parts of another would be transposed to be sent, and the optimizer's arrays with them.
+        """
+        layer, name = _names(path)
+        if name != "kernel" or not shape or not self._keepers:
+            return None
+        dims = (0,) if layer in BY_OUTPUTS else (0, len(shape) - 1) if layer in BY_INPUTS else ()
+        for dim in dims:
+            cuts = [*self._keepers, *(["model"] if dim == _cut_by_model(path) else [])]
+            if shape[dim] % math.prod(map(self.size, cuts)) == 0:
+                return dim
+        return None
+
+    def _places(self, path: tuple[Any, ...], shape: tuple[int, ...], whole: bool = False) -> P:
+        """What cuts a parameter, or the optimizer's arrays for it. `whole`: its keepers' cuts left out."""
+        kept = None if whole else self._kept_along(path, shape)
+
+        def cut(dim: int) -> tuple[str, ...] | None:
+            by_model = ("model",) if dim == _cut_by_model(path) else ()
+            return by_model + (self._keepers if dim == kept else ()) or None
+
+        return P(*map(cut, range(len(shape))))
 
     def after_step(self, results: Any) -> None:
         """Waits for the step on a mesh of CPU devices, and nowhere else.
@@ -148,13 +165,18 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-def _cuts(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """What cuts the dims of the parameter at this path; also of the optimizer's arrays for it, whose paths end alike."""
+def _names(path: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(layer, parameter) at the end of a path; the optimizer's arrays for a parameter have paths that end alike."""
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    layer, name = keys[-2:] if len(keys) > 1 else (None, None)
+    return (keys[-2], keys[-1]) if len(keys) > 1 else (None, None)
+
+
+def _cut_by_model(path: tuple[Any, ...]) -> int | None:
+    """Which dim of the parameter at this path `model` cuts."""
+    layer, name = _names(path)
     if layer in BY_OUTPUTS:
-        return (KEEPERS, "model") if name == "kernel" else ("model",)
-    return ("model", KEEPERS) if layer in BY_INPUTS and name == "kernel" else ()
+        return 1 if name == "kernel" else 0
+    return 0 if layer in BY_INPUTS and name == "kernel" else None
 
 
 def parse_mesh(text: str) -> dict[str, int]:

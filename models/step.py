@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.sharding import PartitionSpec as P
 
 Params = Any  # a nested dict of float32 arrays
 Batch = Any  # what a task's `batch` gives: arrays
+LARGEST_NORM = 1.0  # of gradients: longer ones are shortened to it
 
 
 class TrainState(NamedTuple):
@@ -58,7 +61,7 @@ def make_optimizer(name: str, rate: optax.ScalarOrSchedule) -> optax.GradientTra
         )
     else:
         rule = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decays)
-    return optax.chain(optax.clip_by_global_norm(1.0), rule)
+    return rule
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -76,9 +79,35 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
+        norm = _norm(gradients, None if shardings is None else shardings.params)
+        gradients = jax.tree.map(lambda x: x / jnp.maximum(norm / LARGEST_NORM, 1.0), gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state), {"loss": value, "gradient_norm": norm}
 
     return train_step
+
+
+def _norm(tree: Params, shardings: Any) -> jax.Array:
+    """The root of the sum of the squares of all arrays.
+
+    On a mesh each device adds up its own parts, and one number travels. XLA by itself sums over devices for each array:
+    optax's norm of the 169 matrices of gpt2-medium is hundreds of kernels for one number each, 1% of a step.
+    """
+    if shardings is None:
+        return optax.tree.norm(tree)
+    specs = jax.tree.map(lambda x: x.spec, shardings)
+    mesh, axes = jax.tree.leaves(shardings)[0].mesh, frozenset().union(*map(_axes, jax.tree.leaves(specs)))
+
+    def of_parts(parts: Params) -> jax.Array:
+        copies = lambda spec: math.prod(mesh.shape[axis] for axis in axes - _axes(spec))
+        squares = jax.tree.map(lambda x, spec: jnp.sum(x * x) / copies(spec), parts, specs)
+        total = sum(jax.tree.leaves(squares))
+        return jax.lax.psum(total, tuple(axes)) if axes else total
+
+    return jnp.sqrt(jax.shard_map(of_parts, mesh=mesh, in_specs=(specs,), out_specs=P())(tree))
+
+
+def _axes(spec: P) -> frozenset[str]:
+    """The axes of a mesh that cut an array."""
+    return frozenset(axis for cut in spec if cut is not None for axis in (cut if isinstance(cut, tuple) else (cut,)))

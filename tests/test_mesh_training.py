@@ -12,11 +12,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import train
+from models import step, train
 from models.mesh import make_layout, parse_mesh
 from tests.test_sharding import collectives
 from tests.test_train import SENTENCE, losses
@@ -26,7 +27,7 @@ STEPS, SAVED = 6, 3
 
 TRAIN = """
 import json, sys
-from models import train
+from models import step, train
 for arguments in json.loads(sys.argv[1]):
     assert train.main(arguments) == 0, arguments
 """
@@ -165,8 +166,7 @@ def test_what_a_device_holds_and_what_devices_exchange():
     used = {"query": [32, 32 // 2], "key": [32, 16 // 2], "value": [32, 16 // 2], "out": [32 // 2, 32]}
     used |= {"gate": [32, 96 // 2], "up": [32, 96 // 2], "down": [96 // 2, 32]}
     for compiled, keepers in ((found, 2), (with_context, 4)):  # the devices along data and context
-        width = 32 // keepers
-        kept = {name: [width if n == 32 else n for n in part] for name, part in used.items()}
+        kept = {name: [part[0] // keepers, *part[1:]] for name, part in used.items()}
         for name, part in {**kept, "embedding": [256, 32]}.items():
             parts = [shape for path, shape in compiled["shapes"].items() if f"['{name}']['" in path]
             assert parts == [part] * 3, name  # the parameter and Adam's two moments
@@ -187,6 +187,32 @@ def test_what_a_device_holds_and_what_devices_exchange():
     assert whole in found["hlo"] and whole not in with_context["hlo"], "no activations of whole sequences"
 
 
+def test_keepers_cut_the_first_dim_that_divides():
+    layout = make_layout("data=2,model=2", batch=2)
+    shapes = {"down": (8, 6), "out": (6, 8), "up": (6, 8), "query": (5, 2, 4), "gate": (4, 2)}
+    params = {layer: {"kernel": jnp.ones(shape)} for layer, shape in shapes.items()}
+    places = {layer: found["kernel"].spec for layer, found in layout.shardings(params).items()}
+    assert places == {
+        "down": P(("model", "data"), None),
+        "out": P("model", "data"),  # 6 rows are no parts for 2 x 2 devices
+        "up": P("data", "model"),
+        "query": P(None, "model", None),
+        "gate": P("data", "model"),
+    }
+
+
+def test_the_norm_of_gradients_takes_one_sum_over_devices():
+    layout = make_layout("data=2,model=2", batch=2)
+    shapes = {"query": {"kernel": (8, 2, 4)}, "down": {"kernel": (8, 6)}, "norm": {"scale": (8,)}}
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    draw = lambda shape: jax.random.normal(next(keys), shape)
+    tree = jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    shardings = layout.shardings(tree)
+    compiled = jax.jit(lambda x: step._norm(x, shardings)).lower(jax.device_put(tree, shardings)).compile()
+    np.testing.assert_allclose(compiled(jax.device_put(tree, shardings)), optax.tree.norm(tree), rtol=1e-6)
+    assert len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or "")) == 1
+
+
 def test_sums_of_gradients_are_made_before_the_backward_pass_goes_on():
     layout = make_layout("data=2", batch=2)
     x, params = jnp.ones((2, 8)), {"query": {"kernel": jnp.ones((8, 2, 4))}, "norm": {"scale": jnp.ones(8)}}
@@ -201,7 +227,7 @@ def test_sums_of_gradients_are_made_before_the_backward_pass_goes_on():
     assert set(barrier.outvars) == {d_x, d_kernel}
     assert d_scale not in barrier.outvars, "a vector is not worth a sum of its own"
     (place,) = (eqn for eqn in program.eqns if set(eqn.outvars) & set(barrier.invars) and "sharding" in eqn.params)
-    assert place.params["sharding"].spec == P("data", "model"), "each device's part of the sum"
+    assert place.params["sharding"].spec == P("data", "model", None), "each device's part of the sum"
     gradients = jax.grad(loss, (0, 1))(x, params)
     plain = jax.grad(
         lambda x, params: sum(((x @ y.reshape(8, -1)) ** 2).sum() for y in jax.tree.leaves(params)), (0, 1)
