@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def _norm(tree: Params, shardings: Any) -> jax.Array:
     def of_parts(parts: Params) -> jax.Array:
         copies = lambda spec: math.prod(mesh.shape[axis] for axis in axes - _axes(spec))
         squares = jax.tree.map(lambda x, spec: jnp.sum(x * x) / copies(spec), parts, specs)
-        total = sum(jax.tree.leaves(squares))
+        total = jax.tree.reduce(operator.add, squares)
         return jax.lax.psum(total, tuple(axes)) if axes else total
 
     return jnp.sqrt(jax.shard_map(of_parts, mesh=mesh, in_specs=(specs,), out_specs=P())(tree))
