@@ -93,7 +93,7 @@ def _norm(tree: Params, shardings: Any) -> jax.Array:
     """The root of the sum of the squares of all arrays.
 
     On a mesh each device adds up its own parts, and one number travels. XLA by itself sums over devices for each array:
-    optax's norm of the 169 matrices of gpt2-medium is hundreds of kernels for one number each, 1% of a step.
+    optax's norm of the 169 matrices of gpt2-medium is hundreds of kernels for one number each.
     """
     if shardings is None:
         return optax.tree.norm(tree)
