@@ -57,12 +57,10 @@ def make_optimizer(name: str, rate: optax.ScalarOrSchedule) -> optax.GradientTra
         return jax.tree.map(lambda param: param.ndim > 1, params)
 
     if name == "muon":
-        rule = optax.contrib.muon(
+        return optax.contrib.muon(
             rate, weight_decay=0.1, adam_b2=0.95, consistent_rms=0.2, muon_weight_dimension_numbers=matrices
         )
-    else:
-        rule = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decays)
-    return rule
+    return optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decays)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -72,7 +70,9 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 def make_train_step(
     loss: Callable[[Params, Batch], jax.Array], optimizer: optax.GradientTransformation, shardings: Any = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step for `loss`. The state passed in is donated: its arrays are gone once the step has been called.
+    """The step for `loss`, with gradients whose norm is at most LARGEST_NORM.
+
+    The state passed in is donated: its arrays are gone once the step has been called.
 
     `shardings`: those of the state, which the step keeps; None on one device.
     """
@@ -81,7 +81,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
         norm = _norm(gradients, None if shardings is None else shardings.params)
-        gradients = jax.tree.map(lambda x: x / jnp.maximum(norm / LARGEST_NORM, 1.0), gradients)
+        excess = jnp.maximum(norm / LARGEST_NORM, 1.0)
+        gradients = jax.tree.map(lambda x: x / excess, gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), {"loss": value, "gradient_norm": norm}

@@ -28,7 +28,8 @@ def merged(*parts: Seen) -> Seen:
     top = lax.stop_gradient(functools.reduce(jnp.maximum, (part.lse for part in parts)))
     top = jnp.where(top == -jnp.inf, 0, top)  # a row that has attended to nothing: exp(-inf - 0) = 0, not NaN
     weights = [jnp.exp(part.lse - top) for part in parts]
-    empty = sum(weights) == 0
-    total = jnp.where(empty, 1, sum(weights))
+    total = sum(weights)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
     out = sum((weight / total)[..., None] * part.out for weight, part in zip(weights, parts, strict=True))
     return Seen(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))

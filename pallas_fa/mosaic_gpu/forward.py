@@ -19,7 +19,7 @@ from pallas_fa.mosaic_gpu import schedule
 from pallas_fa.mosaic_gpu.forward_compute import Compute
 from pallas_fa.mosaic_gpu.forward_load import Load, wait_for_the_rest
 from pallas_fa.mosaic_gpu.forward_plan import ForwardPlan
-from pallas_fa.mosaic_gpu.forward_work import for_blocks, shares
+from pallas_fa.mosaic_gpu.forward_work import for_blocks
 from pallas_fa.mosaic_gpu.launch import launch
 from pallas_fa.mosaic_gpu.tiles import rounded
 from pallas_fa.problem import Problem
@@ -29,12 +29,11 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
     """(out [B, T, N, Hv], log-sum-exp [B, T, N] float32). `interpret`: for JAX's GPU interpret mode."""
     plan = ForwardPlan.of(problem, score, mask, interpret)
     dims, config = problem.dims, plan.config
-    blocks = -(-dims.T // config.block_q)
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
     if mask is not None and plan.visit_table:
         sizes = config.block_q, dims.T, dims.S, config.block_kv
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
-        arrays.append(schedule.table(found, blocks, blocks))
+        arrays.append(schedule.table(found, plan.blocks, plan.blocks))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -49,7 +48,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, 
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.N, rounded(dims.T, 64)), jnp.float32),  # whole warpgroups
         ),
-        blocks=dims.B * dims.N * shares(plan),
+        blocks=dims.B * dims.N * plan.shares,
         warpgroups=config.compute_wgs + 1,
         scratch=plan.scratch(),
     )

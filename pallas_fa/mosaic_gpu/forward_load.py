@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -67,9 +66,8 @@ class Load:
                 plgpu.copy_gmem_to_smem(source, self.scratch[f"array{a}_smem"].at[wg], ready)
 
     def _rows(self, wg):
-        first = self.block.t0 + wg * 64
-        # Rows that are absent are loaded too, from anywhere: the barriers count on it.
-        return pl.ds(jnp.maximum(first, 0) if self.plan.absent_rows else first, 64)
+        # In the place of absent rows others are loaded: the barriers count on it.
+        return pl.ds(work.present(self.plan, self.block.t0 + wg * 64), 64)
 
     def _next_queries(self):
         pl.when(self.block.done > 0)(lambda: plgpu.barrier_wait(self.scratch["q_free"]))

@@ -37,6 +37,7 @@ class ForwardPlan:
 
     @classmethod
     def of(cls, problem: Problem, score: Any, mask: Any, interpret: bool) -> "ForwardPlan":
+        """The plan of a call, with the tiles that it names, or the first of the table that fit shared memory."""
         T, S = problem.dims.T, problem.dims.S
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         q, k, v, out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
@@ -53,9 +54,19 @@ class ForwardPlan:
         return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
 
     @property
+    def blocks(self) -> int:
+        """Blocks of queries of one head."""
+        return -(-self.problem.dims.T // self.config.block_q)
+
+    @property
     def pairs(self) -> int:
         """Pairs of blocks of queries that a block of threads does, each starting under the end of the one before; or 0."""
-        return self.config.pairs if self.problem.dims.T > self.config.block_q else 0
+        return self.config.pairs if self.blocks > 1 else 0
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
+        return -(-self.blocks // max(1, 2 * self.pairs))
 
     @property
     def section(self) -> int:

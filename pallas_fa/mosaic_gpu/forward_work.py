@@ -43,8 +43,8 @@ def for_blocks(plan: ForwardPlan, role: Callable[[Block], tuple[Any, Any]]) -> t
 
     A pair is one block from the end and one from the start: under a causal mask, all pairs are then the same work.
     """
-    b, n, share, _ = schedule.place(plan.section, shares(plan), plan.problem.dims.N)
-    last = _blocks(plan) - 1
+    b, n, share, _ = schedule.place(plan.section, plan.shares, plan.problem.dims.N)
+    last = plan.blocks - 1
 
     def one(number, done, arrays_done):
         return role(Block(b, n, number, number * plan.config.block_q - plan.absent_rows, done, arrays_done))
@@ -55,19 +55,15 @@ def for_blocks(plan: ForwardPlan, role: Callable[[Block], tuple[Any, Any]]) -> t
 
     def following(i, sums):
         pair, is_second = schedule.quotient_and_rest(i, 2)
-        pair = share + pair * shares(plan)
+        pair = share + pair * plan.shares
         counts = one(jnp.where(is_second == 0, last - pair, pair), *sums)
         return tuple(a + b for a, b in zip(sums, counts, strict=True))
 
-    count = 2 * lax.div(_pairs(plan) - share + shares(plan) - 1, jnp.int32(shares(plan)))
-    if last % 2 == 0:  # the block in the middle is a pair of its own, the last
-        count -= jnp.where(share == (_pairs(plan) - 1) % shares(plan), 1, 0)
+    pairs = -(-plan.blocks // 2)  # of one head
+    count = 2 * lax.div(pairs - share + plan.shares - 1, jnp.int32(plan.shares))
+    if plan.blocks % 2:  # the block in the middle is a pair of its own, the last
+        count -= jnp.where(share == (pairs - 1) % plan.shares, 1, 0)
     return lax.fori_loop(0, count, following, (jnp.int32(0), jnp.int32(0)))
-
-
-def shares(plan: ForwardPlan) -> int:
-    """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
-    return -(-_pairs(plan) // plan.pairs) if plan.pairs else _blocks(plan)
 
 
 def steps_of(plan: ForwardPlan, block: Block, visit_table: Any) -> Steps:
@@ -102,13 +98,9 @@ def array_steps(plan: ForwardPlan, steps: Steps, i: Any) -> Any:
     return i - jnp.clip(i - steps.cut_end, 0, full_end - steps.cut_end)
 
 
-def _blocks(plan):
-    """Blocks of queries of one head."""
-    return -(-plan.problem.dims.T // plan.config.block_q)
-
-
-def _pairs(plan):
-    return -(-_blocks(plan) // 2)
+def present(plan: ForwardPlan, row: Any) -> Any:
+    """`row`, or the first of the head in the place of an absent one."""
+    return jnp.maximum(row, 0) if plan.absent_rows else row
 
 
 def _visits(plan, t0, count):
@@ -117,7 +109,7 @@ def _visits(plan, t0, count):
     if mask is None:
         everything = (0, dims.S)
         return schedule.visits(everything, everything, dims.S, plan.config.block_kv)
-    queries = jnp.maximum(t0, 0) if plan.absent_rows else t0, jnp.minimum(t0 + count, dims.T)
+    queries = present(plan, t0), jnp.minimum(t0 + count, dims.T)
     return schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, plan.config.block_kv)
 
 
