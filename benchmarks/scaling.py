@@ -38,7 +38,7 @@ class Sizes:
     H: int
     dtype: str
     model: str
-    batch: int  # sequences on each device in training
+    batches: tuple[int, ...]  # sequences on each device in training
     context: int
 
     def workload(self, S: int, causal: bool) -> Workload:
@@ -54,7 +54,7 @@ SIZES = {
         H=128,
         dtype="bfloat16",
         model="gpt2-medium",
-        batch=16,
+        batches=(16, 32),
         context=1024,
     ),
     "tiny": Sizes(
@@ -65,7 +65,7 @@ SIZES = {
         H=8,
         dtype="float32",
         model="nano",
-        batch=2,
+        batches=(2,),
         context=32,
     ),
 }
@@ -85,8 +85,9 @@ def programs(sizes: Sizes, devices: int, kinds: Sequence[str]) -> list[list[Meas
         for direction in DIRECTIONS:
             spread = [(n, way) for n in several for way in ("ring", "all_to_all")]
             groups.append([Attention(n, way, workload, direction) for n, way in [(1, "plain"), *spread]])
-    at = (sizes.model, sizes.batch, sizes.context, sizes.dtype)
-    groups.append([Training(n, *at) for n in dict.fromkeys((1, devices))])
+    for batch in sizes.batches:
+        at = (sizes.model, batch, sizes.context, sizes.dtype)
+        groups.append([Training(n, *at) for n in (1, *several)])
     return [group for group in groups if group[0].kind in kinds]
 
 

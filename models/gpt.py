@@ -7,6 +7,7 @@ K key/value heads, H head dim; D is the model's width and V its vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from flax import nnx
 import pallas_fa
 from models.attention import CausalAttention, causal_attention
 
-# (x [B,T,D], a block's parameters) -> the same two, where the block before that one is about to be called with x
+# (x [B,T,D], parameters of blocks) -> the same two, where the blocks before those are about to be called with x
 type Gather = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -36,7 +37,7 @@ class GPTConfig:
     dtype: Any = jnp.float32
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
     attention: CausalAttention = causal_attention  # without a cache; says on which devices
-    gather: Gather | None = None  # brings the parts together that devices keep of a block's parameters
+    gather: Gather | None = None  # brings the parts together that devices keep of blocks' parameters
 
     def __post_init__(self):
         if self.width % self.heads or self.head_dim % 2:
@@ -175,27 +176,37 @@ class GPT(nnx.Module):
             positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self._embedded(tokens)
         keys, values = [], []
-        x, block = self._block(0, x)
-        for layer in range(self.config.layers):
-            x, following = self._block(layer + 1, x)
-            past = None if cache is None else (cache.key[layer], cache.value[layer])
-            x, past = block(x, positions, past)
-            block = following
-            if past is not None:
-                keys.append(past[0])
-                values.append(past[1])
+        groups = self._groups()
+        x, blocks = self._ready(groups[0], x)
+        for group, following in itertools.pairwise([*groups, range(0)]):
+            x, following_blocks = self._ready(following, x)
+            for layer, block in zip(group, blocks, strict=True):
+                past = None if cache is None else (cache.key[layer], cache.value[layer])
+                x, past = block(x, positions, past)
+                if past is not None:
+                    keys.append(past[0])
+                    values.append(past[1])
+            blocks = following_blocks
         if cache is not None:
             cache = KVCache(jnp.stack(keys), jnp.stack(values), cache.length + tokens.shape[1])
         return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache
 
-    def _block(self, layer: int, x: jax.Array) -> tuple[jax.Array, Any]:
-        """(x, block `layer` ready for use, None past the last)."""
-        if layer == self.config.layers:
-            return x, None
-        block = self.blocks[layer]
+    def _groups(self) -> list[range]:
+        """The layers, in groups whose parameters are gathered together: a message for each block would be a small one.
+
+        The first block is alone: all devices wait for its parameters at the start, and for its gradients at the end.
+        """
+        layers = self.config.layers
         if self.config.gather is None:
-            return x, block
-        graph, params = nnx.split(block)
+            return [range(layers)]
+        return [range(1), *(range(i, min(i + 2, layers)) for i in range(1, layers, 2))]
+
+    def _ready(self, group: range, x: jax.Array) -> tuple[jax.Array, list[Block]]:
+        """(x, the blocks of a group ready for use), where the group before it takes x."""
+        blocks = [self.blocks[layer] for layer in group]
+        if self.config.gather is None or not blocks:
+            return x, blocks
+        graph, params = nnx.split(blocks)
         x, params = self.config.gather(x, nnx.to_pure_dict(params))
         return x, nnx.merge(graph, params)
 

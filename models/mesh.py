@@ -90,10 +90,10 @@ class Layout:
         return self._placed(self.in_parts(params, dtype), whole=True)
 
     def gather(self, x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
-        """(x, a block's parameters gathered from their parts), where the block before that one takes x.
+        """(x, blocks' parameters gathered from their parts), where the blocks before those take x.
 
         The sums of their gradients come back in parts before the gradient of x goes on, so under the backward pass of
-        the block before. XLA by itself would make these sums after the whole backward pass, where nothing hides them.
+        the blocks before. XLA by itself would make these sums after the whole backward pass, where nothing hides them.
         """
 
         @jax.custom_vjp

@@ -18,6 +18,13 @@ Params = Any  # a nested dict of float32 arrays
 Batch = Any  # what a task's `batch` gives: arrays
 LARGEST_NORM = 1.0  # of gradients: longer ones are shortened to it
 
+# On several GPUs. XLA starts a collective as late as its model of the links allows, and the model knows nothing of devices
+# that are late, nor of kernels that leave no multiprocessor free. Its other estimate is a flat one, of several matmuls.
+EARLY_COLLECTIVES = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+}
+
 
 class TrainState(NamedTuple):
     """All that a step changes, and all that a checkpoint holds."""
@@ -77,7 +84,15 @@ def make_train_step(
     `shardings`: those of the state, which the step keeps; None on one device.
     """
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
+    mesh = None if shardings is None else jax.tree.leaves(shardings)[0].mesh
+    on_gpus = mesh is not None and mesh.devices.flat[0].platform == "gpu"
+
+    @functools.partial(
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=EARLY_COLLECTIVES if on_gpus else None,
+    )
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
         norm = _norm(gradients, None if shardings is None else shardings.params)
