@@ -21,6 +21,8 @@ from models.attention import CausalAttention, causal_attention
 # (x [B,T,D], parameters of blocks) -> the same two, where the blocks before those are about to be called with x
 type Gather = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
+TOGETHER = 2  # blocks whose parameters are gathered at once: a message for each would be a small one
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -192,14 +194,14 @@ class GPT(nnx.Module):
         return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache
 
     def _groups(self) -> list[range]:
-        """The layers, in groups whose parameters are gathered together: a message for each block would be a small one.
+        """The layers, in groups whose parameters are gathered together.
 
         The first block is alone: all devices wait for its parameters at the start, and for its gradients at the end.
         """
         layers = self.config.layers
         if self.config.gather is None:
             return [range(layers)]
-        return [range(1), *(range(i, min(i + 2, layers)) for i in range(1, layers, 2))]
+        return [range(1), *(range(i, min(i + TOGETHER, layers)) for i in range(1, layers, TOGETHER))]
 
     def _ready(self, group: range, x: jax.Array) -> tuple[jax.Array, list[Block]]:
         """(x, the blocks of a group ready for use), where the group before it takes x."""

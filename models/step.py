@@ -132,7 +132,8 @@ def _sum_of_squares(tree: Params, copies: Any) -> jax.Array:
     alike = collections.defaultdict(list)
     for x, count in zip(jax.tree.leaves(tree), jax.tree.leaves(copies), strict=True):
         alike[x.shape, count].append(x * x)
-    return sum(functools.reduce(operator.add, squares).sum() / count for (_, count), squares in alike.items())
+    sums = [functools.reduce(operator.add, squares).sum() / count for (_, count), squares in alike.items()]
+    return functools.reduce(operator.add, sums)
 
 
 def _axes(spec: P) -> frozenset[str]:
