@@ -6,6 +6,7 @@ SCALING.md says what the rows are for, and comms_model.py reads them.
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import time
@@ -92,10 +93,18 @@ def programs(sizes: Sizes, devices: int, kinds: Sequence[str]) -> list[list[Meas
 
 
 def compile_all(groups: list[list[Measured]], threads: int, deadline: float) -> None:
-    """Compiles everything, the longest first."""
-    order = [program for group in groups for program in group]
-    order.sort(key=lambda program: program.kind != Training.kind)
-    measure.compile_all(order, threads, deadline)
+    """Compiles everything: first training on one device, by itself, then the rest, the longest first.
+
+    XLA tries out matmuls while it compiles. What it chose for the step on one device serves those on several; tried out
+    side by side, the same matmul can come out differently in each.
+    """
+    programs = [program for group in groups for program in group]
+    alone = [program.kind == Training.kind and program.devices == 1 for program in programs]
+    for program in itertools.compress(programs, alone):
+        measure.compile_all([program], 1, deadline)
+    rest = [program for program, first in zip(programs, alone, strict=True) if not first]
+    rest.sort(key=lambda program: program.kind != Training.kind)
+    measure.compile_all(rest, threads, deadline)
 
 
 class Runner:
