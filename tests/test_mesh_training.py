@@ -212,6 +212,15 @@ def test_the_norm_of_gradients_takes_one_sum_over_devices():
     compiled = jax.jit(lambda x: step._norm(x, shardings)).lower(placed).compile()
     np.testing.assert_allclose(compiled(placed), optax.tree.norm(tree), rtol=1e-6)
     assert len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or "")) == 1
+    np.testing.assert_allclose(jax.jit(lambda x: step._norm(x, None))(tree), optax.tree.norm(tree), rtol=1e-6)
+
+
+def test_xla_knows_the_options_of_a_step_on_gpus():
+    """It knows the names on every platform, and refuses others."""
+    add = lambda x: x + 1
+    assert jax.jit(add, compiler_options=step.EARLY_COLLECTIVES)(1.0) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_option"):
+        jax.jit(add, compiler_options={"xla_gpu_no_option": True})(1.0)
 
 
 def test_sums_of_gradients_are_made_before_the_backward_pass_goes_on():

@@ -93,6 +93,22 @@ def test_grouped_heads_equal_repeated_ones():
     assert parameter_count(full) > parameter_count(grouped)
 
 
+@pytest.mark.parametrize("layers", (1, 2, 4, 5))
+def test_blocks_are_gathered_once_each_in_their_order(layers):
+    gathered = []
+
+    def gather(x, params):
+        gathered.append(len(params))
+        return x, params
+
+    config = GPTConfig(layers=layers, width=16, heads=2, kv_heads=2, hidden=16, context=8)
+    plain = GPT(config, nnx.Rngs(0))
+    model = GPT(dataclasses.replace(config, gather=gather), nnx.Rngs(0))
+    tokens = jnp.arange(8)[None]
+    np.testing.assert_array_equal(model(tokens)[0], plain(tokens)[0])
+    assert gathered == {1: [1], 2: [1, 1], 4: [1, 2, 1], 5: [1, 2, 2]}[layers]
+
+
 def test_rope_turns_by_position_alone():
     x, y = jax.random.normal(jax.random.key(0), (2, 1, 6, 3, 8))
     np.testing.assert_allclose(rope(x, jnp.zeros(6, jnp.int32), 100.0), x)
