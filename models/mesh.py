@@ -81,7 +81,7 @@ class Layout:
 
     def in_parts(self, params: Any, dtype: Any) -> Any:
         """Parameters whose matrices are in `dtype` where devices keep parts of them."""
-        cast = lambda path, x: x if self._kept_along(path, x.shape) is None else x.astype(dtype)
+        cast = lambda path, x: x.astype(dtype) if self._is_kept(path, x) else x
         return self._placed(jax.tree_util.tree_map_with_path(cast, params), whole=False)
 
     def gathered(self, params: Any, dtype: Any) -> Any:
@@ -103,7 +103,7 @@ class Layout:
         def backward(_, gradients):
             d_x, d_params = gradients
             leaves, tree = jax.tree_util.tree_flatten_with_path(self._placed(d_params, whole=False))
-            sums = {i: x for i, (path, x) in enumerate(leaves) if self._kept_along(path, x.shape) is not None}
+            sums = {i: x for i, (path, x) in enumerate(leaves) if self._is_kept(path, x)}
             d_x, sums = jax.lax.optimization_barrier((d_x, sums))
             return d_x, jax.tree.unflatten(tree, [sums.get(i, x) for i, (_, x) in enumerate(leaves)])
 
@@ -117,7 +117,7 @@ class Layout:
             return params
 
         def placed(path: tuple[Any, ...], x: Any) -> Any:
-            if self._kept_along(path, x.shape) is None:
+            if not self._is_kept(path, x):
                 return x
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self._places(path, x.shape, whole)))
 
@@ -126,6 +126,10 @@ class Layout:
     @property
     def _keepers(self) -> tuple[str, ...]:
         return tuple(axis for axis in KEEPERS if self.size(axis) > 1)
+
+    def _is_kept(self, path: tuple[Any, ...], x: Any) -> bool:
+        """Whether devices keep parts of a parameter."""
+        return self._kept_along(path, x.shape) is not None
 
     def _kept_along(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
         """The dim of a kernel that its keepers cut into parts, or None, where each device keeps all of it.
