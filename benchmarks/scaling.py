@@ -212,7 +212,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=300.0,
         help="least length of a sample (default: %(default)s; calls on several devices start slowly)",
     )
-    add("--budget-seconds", type=float, default=230.0, help="wall-clock limit, kept to within a call or a compilation")
+    add("--budget-seconds", type=float, default=300.0, help="wall-clock limit, kept to within a call or a compilation")
     add("--compile-threads", type=int, default=1 if on_cpu else min(16, os.cpu_count() or 1))
     add("--commit", help="recorded where this is no git repository")
     add("--out", type=Path, help="default: benchmarks/results/DEVICE/scaling-SUITE.jsonl")
