@@ -6,7 +6,6 @@ SCALING.md says what the rows are for, and comms_model.py reads them.
 import argparse
 import dataclasses
 import datetime
-import itertools
 import json
 import os
 import time
@@ -88,7 +87,7 @@ def programs(sizes: Sizes, devices: int, kinds: Sequence[str]) -> list[list[Meas
             groups.append([Attention(n, way, workload, direction) for n, way in [(1, "plain"), *spread]])
     for batch in sizes.batches:
         at = (sizes.model, batch, sizes.context, sizes.dtype)
-        groups.append([Training(n, *at) for n in (1, *several)])
+        groups.append([Training(n, *at) for n in dict.fromkeys((1, *several, devices))])
     return [group for group in groups if group[0].kind in kinds]
 
 
@@ -98,11 +97,12 @@ def compile_all(groups: list[list[Measured]], threads: int, deadline: float) -> 
     XLA tries out matmuls while it compiles. What it chose for the step on one device serves those on several; tried out
     side by side, the same matmul can come out differently in each.
     """
-    programs = [program for group in groups for program in group]
-    alone = [program.kind == Training.kind and program.devices == 1 for program in programs]
-    for program in itertools.compress(programs, alone):
+    first: list[Measured] = []
+    rest: list[Measured] = []
+    for program in (program for group in groups for program in group):
+        (first if program.kind == Training.kind and program.devices == 1 else rest).append(program)
+    for program in first:
         measure.compile_all([program], 1, deadline)
-    rest = [program for program, first in zip(programs, alone, strict=True) if not first]
     rest.sort(key=lambda program: program.kind != Training.kind)
     measure.compile_all(rest, threads, deadline)
 

@@ -40,6 +40,11 @@ def test_a_run_makes_complete_rows(path):
     json.dumps(found, allow_nan=False)
 
 
+def test_training_is_measured_on_all_devices_that_were_asked_for():
+    (group,) = scaling.programs(scaling.SIZES["tiny"], 3, ["training"])
+    assert [program.devices for program in group] == [1, 2, 3]
+
+
 def test_what_the_budget_does_not_reach_is_a_row(tmp_path, capsys):
     found = scaling.main([*RUN, "--only", "link", "--budget-seconds", "0", "--out", str(tmp_path / "rows.jsonl")])
     assert len(found) == 4 and all("budget" in row["error"] for row in found)
