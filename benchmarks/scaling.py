@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import machine, measure, progress, rows
 from benchmarks.scaling_programs import Attention, Kernel, Link, Measured
-from benchmarks.training_program import Training
+from benchmarks.training_program import InitialParameters, Training
 from benchmarks.workloads import Workload, self_attention
 
 _RESULTS = Path(__file__).parent / "results"
@@ -40,6 +40,7 @@ class Sizes:
     model: str
     batches: tuple[int, ...]  # sequences on each device in training
     context: int
+    training_s: float  # least length of a sample in training: at full power a GPU's clock takes a second to settle
 
     def workload(self, S: int, causal: bool) -> Workload:
         return self_attention(f"{S}", B=1, S=S, N=self.N, H=self.H, causal=causal, dtype=self.dtype)
@@ -56,6 +57,7 @@ SIZES = {
         model="gpt2-medium",
         batches=(16, 32),
         context=1024,
+        training_s=6.0,
     ),
     "tiny": Sizes(
         link_bytes=(2**10, 2**14),
@@ -67,6 +69,7 @@ SIZES = {
         model="nano",
         batches=(2,),
         context=32,
+        training_s=0.0,
     ),
 }
 
@@ -97,21 +100,24 @@ def compile_all(groups: list[list[Measured]], threads: int, deadline: float) -> 
     XLA tries out matmuls while it compiles. What it chose for the step on one device serves those on several; tried out
     side by side, the same matmul can come out differently in each.
     """
-    first: list[Measured] = []
-    rest: list[Measured] = []
-    for program in (program for group in groups for program in group):
-        (first if program.kind == Training.kind and program.devices == 1 else rest).append(program)
-    for program in first:
-        measure.compile_all([program], 1, deadline)
-    rest.sort(key=lambda program: program.kind != Training.kind)
-    measure.compile_all(rest, threads, deadline)
+    everything = [program for group in groups for program in group]
+    training = [program for program in everything if isinstance(program, Training)]
+    for program in training:
+        if program.devices == 1:
+            measure.compile_all([program], 1, deadline)
+    starts = [InitialParameters(size) for size in {program.size for program in training}]
+    several = [program for program in training if program.devices > 1]
+    others = [program for program in everything if not isinstance(program, Training)]
+    measure.compile_all([*starts, *several, *others], threads, deadline)
 
 
 class Runner:
     """Times groups of compiled programs, and makes their rows."""
 
-    def __init__(self, rounds: int, target_s: float, checked: int, end: float):
-        self.rounds, self.target_s, self.checked, self.end = rounds, target_s, checked, end
+    def __init__(self, rounds: int, target_s: float, sizes: Sizes, end: float):
+        self.rounds, self.end = rounds, end
+        self.target_s, self.training_s = target_s, max(target_s, sizes.training_s)
+        self.checked = sizes.lengths[0]
 
     def group(self, programs: list[Measured]) -> list[rows.Row]:
         """All programs run once, then in turns."""
@@ -134,7 +140,8 @@ class Runner:
                         row["max_error"] = max_error(results, truth)
                     del results
                 del outputs
-                bound.warm_up(self.target_s, dispatches=0)
+                target_s = self.training_s if isinstance(program, Training) else self.target_s
+                bound.warm_up(target_s, dispatches=0)
                 bounds.append(bound)
             except Exception as error:  # out of memory, or what a library raises at run time: the row's result
                 row["error"] = measure.error_text(error)
@@ -210,9 +217,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--target-ms",
         type=float,
         default=300.0,
-        help="least length of a sample (default: %(default)s; calls on several devices start slowly)",
+        help="least length of a sample, but of training (default: %(default)s; calls on several devices start slowly)",
     )
-    add("--budget-seconds", type=float, default=300.0, help="wall-clock limit, kept to within a call or a compilation")
+    add("--budget-seconds", type=float, default=480.0, help="wall-clock limit, kept to within a call or a compilation")
     add("--compile-threads", type=int, default=1 if on_cpu else min(16, os.cpu_count() or 1))
     add("--commit", help="recorded where this is no git repository")
     add("--out", type=Path, help="default: benchmarks/results/DEVICE/scaling-SUITE.jsonl")
@@ -237,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     common = rows.common("scaling", now, args.commit) | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     compile_all(groups, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
     compiled = time.monotonic() - start
-    runner = Runner(args.rounds, args.target_ms / 1e3, sizes.lengths[0], start + args.budget_seconds)
+    runner = Runner(args.rounds, args.target_ms / 1e3, sizes, start + args.budget_seconds)
     made: list[rows.Row] = []
     with out.open("w") as file, progress.bar(len(groups), "time") as bar:
         for group in groups:
