@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import machine, measure, progress, rows
 from benchmarks.scaling_programs import Attention, Kernel, Link, Measured
-from benchmarks.training_program import InitialParameters, Training
+from benchmarks.training_program import InitialParameters, SideBySide, Training
 from benchmarks.workloads import Workload, self_attention
 
 _RESULTS = Path(__file__).parent / "results"
@@ -90,7 +90,8 @@ def programs(sizes: Sizes, devices: int, kinds: Sequence[str]) -> list[list[Meas
             groups.append([Attention(n, way, workload, direction) for n, way in [(1, "plain"), *spread]])
     for batch in sizes.batches:
         at = (sizes.model, batch, sizes.context, sizes.dtype)
-        groups.append([Training(n, *at) for n in dict.fromkeys((1, *several, devices))])
+        spread = [n for n in dict.fromkeys((*several, devices)) if n > 1]
+        groups.append([Training(1, *at), *(way(n, *at) for n in spread for way in (SideBySide, Training))])
     return [group for group in groups if group[0].kind in kinds]
 
 
@@ -148,10 +149,9 @@ class Runner:
         for bound in (b for _ in range(self.rounds) for b in bounds):
             if time.monotonic() < self.end:
                 bound.sample()
-        base = next((b for b in bounds if b.program.devices == 1), None)
         state = {"load": machine.load(), "gpu_state": machine.gpu_state()}
         for bound in bounds:
-            found[id(bound.program)] |= _timed(bound, base) | state
+            found[id(bound.program)] |= _timed(bound, bounds) | state
             bound.program.release()
         return [rows.rounded(row) for row in found.values()]
 
@@ -173,14 +173,18 @@ def max_error(results: dict[str, Any], truth: dict[str, Any]) -> float:
     return max(errors.values())
 
 
-def _timed(bound: measure.Bound[Measured], base: measure.Bound[Measured] | None) -> rows.Row:
-    """Times in milliseconds, of one hop or call; against one device, where the group has that of the same thing."""
-    program = bound.program
-    row = rows.times(bound, program.repeats) | program.figures(float(np.median(bound.wall)) / program.repeats)
-    if base is not None and isinstance(program, Attention):
-        row["speedup"] = float(np.median(base.wall) / np.median(bound.wall))
-    elif base is not None and isinstance(program, Training):  # each device has as much to do as the one alone
-        row["speedup"] = float(np.median(base.wall) / np.median(bound.wall)) * program.devices
+def _timed(bound: measure.Bound[Measured], group: list[measure.Bound[Measured]]) -> rows.Row:
+    """Times in milliseconds, of one hop or call; against others of the group, where these do the same thing."""
+    program, ours = bound.program, np.median(bound.wall)
+    row = rows.times(bound, program.repeats) | program.figures(float(ours) / program.repeats)
+    for other in group:
+        ratio = float(np.median(other.wall) / ours)
+        if isinstance(program, Attention) and other.program.devices == 1:
+            row["speedup"] = ratio
+        elif isinstance(program, Training) and other.program.devices == 1:  # each device has as much to do as the one
+            row["speedup"] = ratio * program.devices
+        elif isinstance(other.program, SideBySide) and other.program.devices == program.devices:
+            row["of_linear"] = ratio
     return row
 
 
@@ -198,7 +202,13 @@ def _line(row: rows.Row) -> str:
     start = f"{row['kind']:9}  {row['devices']} devices  {what:20}  {size:12}"
     if row.get("p50_ms") is None:
         return f"{start}  {row['error'] or 'not timed'}"
-    units = {"gb_per_s": "GB/s", "tflops": "TFLOP/s each", "tokens_per_s": "tokens/s", "speedup": "x one device"}
+    units = {
+        "gb_per_s": "GB/s",
+        "tflops": "TFLOP/s each",
+        "tokens_per_s": "tokens/s",
+        "speedup": "x one device",
+        "of_linear": "of side by side",
+    }
     figures = [f"{row[name]:.4g} {unit}" for name, unit in units.items() if name in row]
     figures += [f"{row['temp_bytes'] / 2**20:.1f} MiB temp"] if row["kind"] in ("attention", "training") else []
     figures += [f"error {row['max_error']:.1e}"] if row.get("max_error") is not None else []

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import Compiled
@@ -65,6 +67,7 @@ class Training(Measured):
     """
 
     kind = "training"
+    way = "data parallel"
 
     size: str
     batch: int
@@ -96,11 +99,12 @@ class Training(Measured):
         config = model_config(self.size, self.dtype, self.implementation.backend, self.context)
         config = dataclasses.replace(config, attention=AttentionOf(self.implementation, workload))
         corpus = noise(self.context) if self.corpus is None else self.corpus
-        return TextTask(config, corpus, self.batch * self.devices, 0, self.context, layout)
+        return TextTask(config, corpus, self.batch * layout.size("data"), 0, self.context, layout)
 
     def what(self) -> Row:
         fields = {name: getattr(self, name) for name in ("size", "batch", "context", "dtype")}
-        return fields | {"implementation": self.implementation.name}
+        way = {"way": self.way} if self.devices > 1 else {}
+        return way | fields | {"implementation": self.implementation.name}
 
     def known(self) -> Row:
         row, memory = super().known(), self.memory
@@ -138,3 +142,45 @@ class Training(Measured):
         super().release()
         self._step = None
         self.end()
+
+
+@dataclasses.dataclass
+class SideBySide(Training):
+    """The step of one device on each of several, with nothing sent: what linear is on these very devices.
+
+    GPUs at full power differ, and those that train together all take as long as the slowest.
+    """
+
+    way = "side by side"
+
+    def _compile(self):
+        self._layout = ONE_DEVICE
+        self._task = self._make_task(ONE_DEVICE)
+        self._optimizer = make_optimizer("adamw", self.learning_rate)
+        mesh = Mesh(np.array(jax.devices()[: self.devices]), ("device",))
+        self._each = NamedSharding(mesh, P("device"))
+        step = make_train_step(self._task.loss, self._optimizer)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("device"), out_specs=P("device"))
+        def steps(state, batch):
+            own = jax.tree.map(lambda x: x[0], (state, batch))
+            return jax.tree.map(lambda x: x[None], step(*own))
+
+        def stacked(x):
+            return jax.ShapeDtypeStruct((self.devices, *x.shape), x.dtype, sharding=self._each)
+
+        state = jax.eval_shape(lambda: init_state(self._task.init(), self._optimizer))
+        self._finish(steps, *jax.tree.map(stacked, (state, self._task.batch(0))))
+        self._step, self.run = self.run, self._advance
+
+    def begin(self) -> None:
+        self.state = self._copies(init_state(initial_parameters(self.size), self._optimizer))
+
+    def arguments(self) -> tuple[Any, ...]:
+        self.begin()
+        return (self._copies(self._task.batch(0)),)
+
+    def _copies(self, tree: Any) -> Any:
+        """One of each array for each device."""
+        return jax.tree.map(lambda x: jax.device_put(np.broadcast_to(x, (self.devices, *x.shape)), self._each), tree)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import comms_model, measure, rows, scaling
 from benchmarks.comms_model import Curve, Network, Rates
 from benchmarks.scaling_programs import Attention, Link
+from benchmarks.training_program import SideBySide, Training
 
 RUN = ["--suite", "tiny", "--devices", "2", "--rounds", "2", "--target-ms", "0"]
 
@@ -25,7 +26,7 @@ def path(tmp_path_factory):
 def test_a_run_makes_complete_rows(path):
     found = rows.read([path])
     groups = scaling.programs(scaling.SIZES["tiny"], 2, scaling._KINDS)
-    assert len(found) == sum(map(len, groups)) == 4 + 4 + 6 + 2
+    assert len(found) == sum(map(len, groups)) == 4 + 4 + 6 + 3
     figure = {"link": "gb_per_s", "kernel": "tflops", "attention": "tflops", "training": "tokens_per_s"}
     for row in found:
         assert {"run", "device", "versions", "commit", "devices", "compile_s", "temp_bytes", "xla_flags"} <= set(row)
@@ -36,13 +37,28 @@ def test_a_run_makes_complete_rows(path):
     alone, ring = (next(row for row in found if row.get("way") == way) for way in ("plain", "ring"))
     assert ring["argument_bytes"] == alone["argument_bytes"] / 2, "each device holds half of the sequence"
     assert ring["speedup"] == pytest.approx(alone["p50_ms"] / ring["p50_ms"], rel=1e-2)
-    assert [row["speedup"] > 0 for row in found if row["kind"] == "training"] == [True, True]
+    one, linear, parallel = (row for row in found if row["kind"] == "training")
+    assert (linear["way"], parallel["way"]) == ("side by side", "data parallel")
+    assert parallel["speedup"] == pytest.approx(2 * one["p50_ms"] / parallel["p50_ms"], rel=1e-2)
+    assert parallel["of_linear"] == pytest.approx(linear["p50_ms"] / parallel["p50_ms"], rel=1e-2)
     json.dumps(found, allow_nan=False)
 
 
 def test_training_is_measured_on_all_devices_that_were_asked_for():
     (group,) = scaling.programs(scaling.SIZES["tiny"], 3, ["training"])
-    assert [program.devices for program in group] == [1, 2, 3]
+    assert [program.devices for program in group] == [1, 2, 2, 3, 3]
+
+
+def test_side_by_side_each_device_takes_the_step_of_one():
+    one, several = (kind(n, "nano", 2, 32, "float32") for kind, n in ((Training, 1), (SideBySide, 2)))
+    losses = []
+    for program in (one, several):
+        program.compile()
+        assert program.error is None and program.run is not None
+        (batch,) = program.arguments()
+        losses.append([np.asarray(program.run(batch)["loss"]) for _ in range(3)])
+    assert several.memory["argument"] == one.memory["argument"], "nothing is shared"
+    np.testing.assert_allclose(np.stack(losses[1]), np.stack([losses[0]] * 2, axis=1), rtol=1e-5)
 
 
 def test_what_the_budget_does_not_reach_is_a_row(tmp_path, capsys):
