@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,9 @@ from benchmarks.rows import Row
 from benchmarks.scaling_programs import Measured
 from benchmarks.workloads import Workload, self_attention
 from models.data import Corpus
-from models.gpt import SIZES
+from models.gpt import SIZES, GPTConfig
 from models.mesh import ONE_DEVICE, Layout, make_layout
-from models.step import TrainState, init_state, make_optimizer, make_train_step
+from models.step import EARLY_COLLECTIVES, TrainState, init_state, make_optimizer, make_train_step
 from models.text import TextTask, model_config
 
 
@@ -76,6 +77,8 @@ class Training(Measured):
     implementation: Implementation = parse("pallas_fa:None")  # several devices: of pallas_fa, without a form
     learning_rate: optax.ScalarOrSchedule = 1e-4
     corpus: Corpus | None = None  # None: noise
+    together: int = GPTConfig.together
+    options: Mapping[str, Any] = dataclasses.field(default_factory=lambda: EARLY_COLLECTIVES)
     state: TrainState | None = None
     _step: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
 
@@ -89,7 +92,8 @@ class Training(Measured):
         if shardings is not None:
             placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             state = jax.tree.map(placed, state, shardings)
-        self._finish(make_train_step(self._task.loss, self._optimizer, shardings), state, self._task.batch(0))
+        step = make_train_step(self._task.loss, self._optimizer, shardings, self.options)
+        self._finish(step, state, self._task.batch(0))
         self._step, self.run = self.run, self._advance
 
     def _make_task(self, layout: Layout) -> TextTask:
@@ -97,7 +101,8 @@ class Training(Measured):
         heads = {"N": size.heads, "K": size.kv_heads, "H": size.head_dim}
         workload = self_attention("training", B=self.batch, S=self.context, causal=True, dtype=self.dtype, **heads)
         config = model_config(self.size, self.dtype, self.implementation.backend, self.context)
-        config = dataclasses.replace(config, attention=AttentionOf(self.implementation, workload))
+        attention = AttentionOf(self.implementation, workload)
+        config = dataclasses.replace(config, attention=attention, together=self.together)
         corpus = noise(self.context) if self.corpus is None else self.corpus
         return TextTask(config, corpus, self.batch * layout.size("data"), 0, self.context, layout)
 
@@ -111,6 +116,12 @@ class Training(Measured):
         if memory:  # the new state takes the place of the old one
             row["peak_bytes"] = memory["temp"] + memory["argument"] + memory["output"] - memory["alias"]
         return row
+
+    def collectives(self, names: Sequence[str]) -> list[int]:
+        """How many of each the compiled step has."""
+        compiled: Any = self._step
+        text = compiled.as_text()
+        return [len(re.findall(rf" {name}(?:-start)?\(", text)) for name in names]
 
     def begin(self) -> None:
         """The state of step 0."""

@@ -21,8 +21,6 @@ from models.attention import CausalAttention, causal_attention
 # (x [B,T,D], parameters of blocks) -> the same two, where the blocks before those are about to be called with x
 type Gather = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
-TOGETHER = 2  # blocks whose parameters are gathered at once: a message for each would be a small one
-
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -40,6 +38,7 @@ class GPTConfig:
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
     attention: CausalAttention = causal_attention  # without a cache; says on which devices
     gather: Gather | None = None  # brings the parts together that devices keep of blocks' parameters
+    together: int = 2  # of so many blocks at once: a message for each would be a small one
 
     def __post_init__(self):
         if self.width % self.heads or self.head_dim % 2:
@@ -198,10 +197,10 @@ class GPT(nnx.Module):
 
         The first block is alone: all devices wait for its parameters at the start, and for its gradients at the end.
         """
-        layers = self.config.layers
+        layers, together = self.config.layers, self.config.together
         if self.config.gather is None:
             return [range(layers)]
-        return [range(1), *(range(i, min(i + TOGETHER, layers)) for i in range(1, layers, TOGETHER))]
+        return [range(1), *(range(i, min(i + together, layers)) for i in range(1, layers, together))]
 
     def _ready(self, group: range, x: jax.Array) -> tuple[jax.Array, list[Block]]:
         """(x, the blocks of a group ready for use), where the group before it takes x."""

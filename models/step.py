@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -76,13 +76,16 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def make_train_step(
-    loss: Callable[[Params, Batch], jax.Array], optimizer: optax.GradientTransformation, shardings: Any = None
+    loss: Callable[[Params, Batch], jax.Array],
+    optimizer: optax.GradientTransformation,
+    shardings: Any = None,
+    options: Mapping[str, Any] = EARLY_COLLECTIVES,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The step for `loss`, with gradients whose norm is at most LARGEST_NORM.
 
     The state passed in is donated: its arrays are gone once the step has been called.
 
-    `shardings`: those of the state, which the step keeps; None on one device.
+    `shardings`: those of the state, which the step keeps; None on one device. `options`: XLA's, on several GPUs.
     """
 
     mesh = None if shardings is None else jax.tree.leaves(shardings)[0].mesh
@@ -92,7 +95,7 @@ def make_train_step(
         jax.jit,
         donate_argnums=0,
         out_shardings=(shardings, None),
-        compiler_options=EARLY_COLLECTIVES if on_gpus else None,
+        compiler_options=dict(options) if on_gpus else None,
     )
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)

@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import comms_model, measure, rows, scaling
+from benchmarks import comms_model, measure, rows, scaling, tune_training
 from benchmarks.comms_model import Curve, Network, Rates
 from benchmarks.scaling_programs import Attention, Link
 from benchmarks.training_program import SideBySide, Training
+from models.step import EARLY_COLLECTIVES
 
 RUN = ["--suite", "tiny", "--devices", "2", "--rounds", "2", "--target-ms", "0"]
 
@@ -59,6 +60,31 @@ def test_side_by_side_each_device_takes_the_step_of_one():
         losses.append([np.asarray(program.run(batch)["loss"]) for _ in range(3)])
     assert several.memory["argument"] == one.memory["argument"], "nothing is shared"
     np.testing.assert_allclose(np.stack(losses[1]), np.stack([losses[0]] * 2, axis=1), rtol=1e-5)
+
+
+def test_variants_of_the_step_are_timed_beside_it(capsys):
+    tune_training.main(["--devices", "2", "--rounds", "2", "--seconds", "0", "together=1", "together=1"])
+    head, *lines = (re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:])
+    found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+    assert list(found) == ["one device", "side by side", "data parallel", "together=1", "together=1 again"]
+    for name, line in found.items():
+        assert float(line["ms"]) > 0 and line["samples"] == "2 x 1"
+        for reference in ("one device", "side by side"):
+            ratio = float(found[reference]["ms"]) / float(line["ms"])
+            assert float(line[f"of {reference.removesuffix(' device')}"]) == pytest.approx(ratio, rel=0.02)
+        assert (line["all-gather"] == "0") == (name in ("one device", "side by side"))
+
+
+@pytest.mark.parametrize("text", ("together", "4", "together=x", "together='a'", "**{}", "a=1, a=2"))
+def test_changes_that_cannot_be_read_say_what_can_be_written(text):
+    with pytest.raises(SystemExit, match="Write for example 'together=4"):
+        tune_training.changes(text)
+
+
+def test_changes_are_options_beside_those_of_the_step():
+    found = tune_training.changes("together=4, xla_gpu_all_gather_combine_threshold_bytes=2**27")
+    assert found["together"] == 4
+    assert found["options"] == EARLY_COLLECTIVES | {"xla_gpu_all_gather_combine_threshold_bytes": 2**27}
 
 
 def test_what_the_budget_does_not_reach_is_a_row(tmp_path, capsys):
