@@ -54,11 +54,16 @@ def compare(named: list[tuple[str, Training]], rounds: int, target_s: float) -> 
     bounds: dict[str, measure.Bound[Training]] = {}
     counts: dict[str, list[str]] = {}
     for name, program in named:
-        if program.error is None:
+        if program.error is not None:
+            continue
+        try:
             counts[name] = [str(count) for count in program.collectives(COLLECTIVES)]
-            bounds[name] = measure.Bound(program, [program.arguments()])
-            bounds[name].first()
-            bounds[name].warm_up(target_s, dispatches=0)
+            bound = measure.Bound(program, [program.arguments()])
+            bound.first()
+            bound.warm_up(target_s, dispatches=0)
+            bounds[name] = bound
+        except Exception as error:  # an option that fails when it runs: the line's result
+            program.error = measure.error_text(error)
     with progress.bar(rounds, "time") as bar:
         for _ in range(rounds):
             for bound in bounds.values():
