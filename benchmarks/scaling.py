@@ -9,7 +9,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,8 @@ def programs(sizes: Sizes, devices: int, kinds: Sequence[str]) -> list[list[Meas
             groups.append([Attention(n, way, workload, direction) for n, way in [(1, "plain"), *spread]])
     for batch in sizes.batches:
         at = (sizes.model, batch, sizes.context, sizes.dtype)
-        spread = [n for n in dict.fromkeys((*several, devices)) if n > 1]
-        groups.append([Training(1, *at), *(way(n, *at) for n in spread for way in (SideBySide, Training))])
+        counts = [n for n in dict.fromkeys((*several, devices)) if n > 1]
+        groups.append([Training(1, *at), *(way(n, *at) for n in counts for way in (SideBySide, Training))])
     return [group for group in groups if group[0].kind in kinds]
 
 
@@ -120,8 +120,8 @@ class Runner:
         self.target_s, self.training_s = target_s, max(target_s, sizes.training_s)
         self.checked = sizes.lengths[0]
 
-    def group(self, programs: list[Measured]) -> list[rows.Row]:
-        """All programs run once, then in turns."""
+    def group(self, programs: Sequence[Measured], after: Callable[[], object] = lambda: None) -> list[rows.Row]:
+        """All programs run once, then in turns; `after` is called after each round."""
         found = {id(p): p.known() for p in programs}
         bounds, truth = [], None
         for program in programs:
@@ -146,9 +146,11 @@ class Runner:
                 bounds.append(bound)
             except Exception as error:  # out of memory, or what a library raises at run time: the row's result
                 row["error"] = measure.error_text(error)
-        for bound in (b for _ in range(self.rounds) for b in bounds):
-            if time.monotonic() < self.end:
-                bound.sample()
+        for _ in range(self.rounds):
+            for bound in bounds:
+                if time.monotonic() < self.end:
+                    bound.sample()
+            after()
         state = {"load": machine.load(), "gpu_state": machine.gpu_state()}
         for bound in bounds:
             found[id(bound.program)] |= _timed(bound, bounds) | state

@@ -83,18 +83,25 @@ class Training(Measured):
     _step: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
 
     def _compile(self):
-        batch = self.batch * self.devices
-        self._layout = ONE_DEVICE if self.devices == 1 else make_layout(f"data={self.devices}", batch, self.context)
+        self._layout = self._make_layout()
         self._task = self._make_task(self._layout)
         self._optimizer = make_optimizer("adamw", self.learning_rate)
-        state = jax.eval_shape(lambda: init_state(self._task.init(), self._optimizer))
+        self._finish(*self._program(jax.eval_shape(lambda: init_state(self._task.init(), self._optimizer))))
+        self._step, self.run = self.run, self._advance
+
+    def _make_layout(self) -> Layout:
+        if self.devices == 1:
+            return ONE_DEVICE
+        return make_layout(f"data={self.devices}", self.batch * self.devices, self.context)
+
+    def _program(self, state: TrainState) -> tuple[Any, Any, Any]:
+        """(the step, shapes of the state, shapes of a batch), from shapes of the state of one device."""
         shardings = self._layout.shardings(state)
         if shardings is not None:
             placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             state = jax.tree.map(placed, state, shardings)
         step = make_train_step(self._task.loss, self._optimizer, shardings, self.options)
-        self._finish(step, state, self._task.batch(0))
-        self._step, self.run = self.run, self._advance
+        return step, state, self._task.batch(0)
 
     def _make_task(self, layout: Layout) -> TextTask:
         size = SIZES[self.size]
@@ -164,13 +171,13 @@ class SideBySide(Training):
 
     way = "side by side"
 
-    def _compile(self):
-        self._layout = ONE_DEVICE
-        self._task = self._make_task(ONE_DEVICE)
-        self._optimizer = make_optimizer("adamw", self.learning_rate)
+    def _make_layout(self) -> Layout:
+        return ONE_DEVICE
+
+    def _program(self, state: TrainState) -> tuple[Any, Any, Any]:
         mesh = Mesh(np.array(jax.devices()[: self.devices]), ("device",))
         self._each = NamedSharding(mesh, P("device"))
-        step = make_train_step(self._task.loss, self._optimizer)
+        step, *one = super()._program(state)
 
         @functools.partial(jax.jit, donate_argnums=0)
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("device"), out_specs=P("device"))
@@ -181,9 +188,7 @@ class SideBySide(Training):
         def stacked(x):
             return jax.ShapeDtypeStruct((self.devices, *x.shape), x.dtype, sharding=self._each)
 
-        state = jax.eval_shape(lambda: init_state(self._task.init(), self._optimizer))
-        self._finish(steps, *jax.tree.map(stacked, (state, self._task.batch(0))))
-        self._step, self.run = self.run, self._advance
+        return steps, *jax.tree.map(stacked, one)
 
     def begin(self) -> None:
         self.state = self._copies(init_state(initial_parameters(self.size), self._optimizer))

@@ -44,16 +44,27 @@ def variant(workload: Workload, direction: str, text: str, label: str) -> Varian
     """The table's configuration with the changes that `text` spells: fields and values, as keyword arguments."""
     table = table_config(workload, direction)
     try:
-        call: Any = ast.parse(f"change({text})", mode="eval").body
-        changes = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if call.args or not changes:
-            raise ValueError("it must be field=value, and more of these after commas")
+        changes = {name: ast.literal_eval(value) for name, value in keywords(text).items()}
         config = dataclasses.replace(table, **changes)
     except (SyntaxError, TypeError, ValueError) as error:
         raise SystemExit(
             f"{text!r}: {str(error).rstrip('.')}. The table's choice, whose fields may be changed: {table}"
         ) from None
     return dataclasses.replace(TABLE, config=Config(**{direction: config}), label=label)
+
+
+def keywords(text: str) -> dict[str, ast.expr]:
+    """What `text` spells as keyword arguments, by name. Raises ValueError or SyntaxError where it is anything else."""
+    call: Any = ast.parse(f"change({text})", mode="eval").body
+    found = {keyword.arg: keyword.value for keyword in call.keywords}
+    if call.args or not found or None in found or len(found) < len(call.keywords):
+        raise ValueError("it must be field=value, and more of these after commas")
+    return found
+
+
+def labels(texts: Sequence[str]) -> list[str]:
+    """A name for each; of two alike the second gets one of its own, so that their times stay apart."""
+    return [text + " again" * texts[:i].count(text) for i, text in enumerate(texts)]
 
 
 def table_config(workload: Workload, direction: str) -> Any:
@@ -119,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target-ms", type=float, default=20.0, help="least length of a sample (default: %(default)s)")
     args = parser.parse_args(argv)
     workload = known[args.workload]
-    # Two alike get names of their own, so that their times stay apart.
-    labels = [text + " again" * args.variants[:i].count(text) for i, text in enumerate(args.variants)]
-    named = zip(args.variants, labels, strict=True)
+    named = zip(args.variants, labels(args.variants), strict=True)
     found = [TABLE, *(variant(workload, args.direction, text, label) for text, label in named)]
     if jax.devices()[0].platform != "gpu":
         raise SystemExit(
