@@ -3,8 +3,8 @@
 python -m benchmarks.tune_training "together=4" "together=4, xla_gpu_all_gather_combine_threshold_bytes=2**27"
 
 Each argument is one variant: XLA's options (bool, int, float or str) that it adds to those of models/step.py, which hold
-on GPUs alone, and how many blocks' parameters travel `together`. The first line is one GPU; "side by side", each GPU takes that step for itself, with
-nothing sent. What NCCL reads from the environment holds for all variants of a run.
+on GPUs alone, and how many blocks' parameters travel `together`. The first line is one GPU; "side by side", each GPU takes
+that step for itself, with nothing sent. What NCCL reads from the environment holds for all variants of a run.
 """
 
 import argparse
