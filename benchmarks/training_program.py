@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ from benchmarks.rows import Row
 from benchmarks.scaling_programs import Measured
 from benchmarks.workloads import Workload, self_attention
 from models.data import Corpus
-from models.gpt import SIZES, GPTConfig
+from models.gpt import SIZES
 from models.mesh import ONE_DEVICE, Layout, make_layout
-from models.step import EARLY_COLLECTIVES, TrainState, init_state, make_optimizer, make_train_step
+from models.step import TrainState, init_state, make_optimizer, make_train_step
 from models.text import TextTask, model_config
 
 
@@ -77,8 +77,7 @@ class Training(Measured):
     implementation: Implementation = parse("pallas_fa:None")  # several devices: of pallas_fa, without a form
     learning_rate: optax.ScalarOrSchedule = 1e-4
     corpus: Corpus | None = None  # None: noise
-    together: int = GPTConfig.together
-    options: Mapping[str, Any] = dataclasses.field(default_factory=lambda: EARLY_COLLECTIVES)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # XLA's, beside those of the task
     state: TrainState | None = None
     _step: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
 
@@ -100,7 +99,8 @@ class Training(Measured):
         if shardings is not None:
             placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             state = jax.tree.map(placed, state, shardings)
-        step = make_train_step(self._task.loss, self._optimizer, shardings, self.options)
+        options = self._task.options(state.params) | self.options
+        step = make_train_step(self._task.loss, self._optimizer, shardings, options)
         return step, state, self._task.batch(0)
 
     def _make_task(self, layout: Layout) -> TextTask:
@@ -109,7 +109,7 @@ class Training(Measured):
         workload = self_attention("training", B=self.batch, S=self.context, causal=True, dtype=self.dtype, **heads)
         config = model_config(self.size, self.dtype, self.implementation.backend, self.context)
         attention = AttentionOf(self.implementation, workload)
-        config = dataclasses.replace(config, attention=attention, together=self.together)
+        config = dataclasses.replace(config, attention=attention)
         corpus = noise(self.context) if self.corpus is None else self.corpus
         return TextTask(config, corpus, self.batch * layout.size("data"), 0, self.context, layout)
 

@@ -1,10 +1,10 @@
 """Times variants of the data-parallel training step in turns, on all GPUs of this host, beside the step of one GPU.
 
-python -m benchmarks.tune_training "together=4" "together=4, xla_gpu_all_gather_combine_threshold_bytes=2**27"
+python -m benchmarks.tune_training "xla_gpu_enable_nccl_user_buffers=True" "xla_gpu_all_gather_combine_threshold_bytes=2**26"
 
-Each argument is one variant: XLA's options (bool, int, float or str) that it adds to those of models/step.py, which hold
-on GPUs alone, and how many blocks' parameters travel `together`. The first line is one GPU; "side by side", each GPU takes
-that step for itself, with nothing sent. What NCCL reads from the environment holds for all variants of a run.
+Each argument is one variant: XLA's options (bool, int, float or str) beside those of models/mesh.py, or in their place.
+The first line is one GPU; "side by side", each GPU takes that step for itself, with nothing sent. What NCCL reads from the
+environment holds for all variants of a run.
 """
 
 import argparse
@@ -22,21 +22,18 @@ from benchmarks import progress, rows
 from benchmarks.scaling import SIZES, Runner, Sizes, compile_all
 from benchmarks.training_program import SideBySide, Training
 from benchmarks.tune import keywords, labels
-from models.step import EARLY_COLLECTIVES
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
-def changes(text: str) -> dict[str, Any]:
-    """Fields of a Training, as `text` spells them: keyword arguments whose values are literals or powers of integers."""
+def options(text: str) -> dict[str, Any]:
+    """XLA's, as `text` spells them: keyword arguments whose values are literals or powers of integers."""
     try:
-        options = {name: _value(value) for name, value in keywords(text).items()}
-        together = {"together": int(options.pop("together"))} if "together" in options else {}
+        return {name: _value(value) for name, value in keywords(text).items()}
     except (SyntaxError, TypeError, ValueError) as error:
         raise SystemExit(
-            f"{text!r}: {str(error).rstrip('.')}. Write for example 'together=4, xla_gpu_enable_nccl_user_buffers=True'."
+            f"{text!r}: {str(error).rstrip('.')}. Write for example 'xla_gpu_enable_nccl_user_buffers=True'."
         ) from None
-    return {**together, "options": EARLY_COLLECTIVES | options}
 
 
 def _value(node: ast.expr) -> Any:
@@ -88,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "data parallel": Training(args.devices, *shape),
     }
     for label, text in zip(labels(args.variants), args.variants, strict=True):
-        named[label] = Training(args.devices, *shape, **changes(text))
+        named[label] = Training(args.devices, *shape, options=options(text))
     compile_all([list(named.values())], 16 if on_gpu else 1, time.monotonic() + 600)
     nccl = sorted(name for name in os.environ if name.startswith("NCCL_"))
     set_for_nccl = " ".join(f"{name}={os.environ[name]}" for name in nccl)

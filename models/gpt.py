@@ -7,7 +7,6 @@ K key/value heads, H head dim; D is the model's width and V its vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from flax import nnx
 import pallas_fa
 from models.attention import CausalAttention, causal_attention
 
-# (x [B,T,D], parameters of blocks) -> the same two, where the blocks before those are about to be called with x
-type Gather = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+# (x [B,T,D], parameters of the first block, of the others) -> the same three, where the first block takes x
+type Gather = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,6 @@ class GPTConfig:
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
     attention: CausalAttention = causal_attention  # without a cache; says on which devices
     gather: Gather | None = None  # brings the parts together that devices keep of blocks' parameters
-    together: int = 2  # of so many blocks at once: a message for each would be a small one
 
     def __post_init__(self):
         if self.width % self.heads or self.head_dim % 2:
@@ -175,41 +173,26 @@ class GPT(nnx.Module):
         if positions is None:
             start = 0 if cache is None else cache.length
             positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        x = self._embedded(tokens)
+        x, blocks = self._gathered(self._embedded(tokens))
         keys, values = [], []
-        groups = self._groups()
-        x, blocks = self._ready(groups[0], x)
-        for group, following in itertools.pairwise([*groups, range(0)]):
-            x, following_blocks = self._ready(following, x)
-            for layer, block in zip(group, blocks, strict=True):
-                past = None if cache is None else (cache.key[layer], cache.value[layer])
-                x, past = block(x, positions, past)
-                if past is not None:
-                    keys.append(past[0])
-                    values.append(past[1])
-            blocks = following_blocks
+        for layer, block in enumerate(blocks):
+            past = None if cache is None else (cache.key[layer], cache.value[layer])
+            x, past = block(x, positions, past)
+            if past is not None:
+                keys.append(past[0])
+                values.append(past[1])
         if cache is not None:
             cache = KVCache(jnp.stack(keys), jnp.stack(values), cache.length + tokens.shape[1])
         return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache
 
-    def _groups(self) -> list[range]:
-        """The layers, in groups whose parameters are gathered together.
-
-        The first block is alone: all devices wait for its parameters at the start, and for its gradients at the end.
-        """
-        layers, together = self.config.layers, self.config.together
+    def _gathered(self, x: jax.Array) -> tuple[jax.Array, list[Block]]:
+        """(x, the blocks ready for use), where the first block takes x."""
         if self.config.gather is None:
-            return [range(layers)]
-        return [range(1), *(range(i, min(i + together, layers)) for i in range(1, layers, together))]
-
-    def _ready(self, group: range, x: jax.Array) -> tuple[jax.Array, list[Block]]:
-        """(x, the blocks of a group ready for use), where the group before it takes x."""
-        blocks = [self.blocks[layer] for layer in group]
-        if self.config.gather is None or not blocks:
-            return x, blocks
-        graph, params = nnx.split(blocks)
-        x, params = self.config.gather(x, nnx.to_pure_dict(params))
-        return x, nnx.merge(graph, params)
+            return x, [*self.blocks]
+        first_graph, first = nnx.split([*self.blocks[:1]])
+        rest_graph, rest = nnx.split([*self.blocks[1:]])
+        x, first, rest = self.config.gather(x, nnx.to_pure_dict(first), nnx.to_pure_dict(rest))
+        return x, [*nnx.merge(first_graph, first), *nnx.merge(rest_graph, rest)]
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         """int [B,T] -> [B,T,D], by a matmul with one-hot rows.

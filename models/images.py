@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,10 @@ class ImageTask:
     def init(self) -> Params:
         images = jnp.zeros((1, *self.digits.train_images.shape[1:]))
         return jax.jit(self.model.init)(jax.random.key(self.seed), images)["params"]
+
+    def options(self, params: Params) -> dict[str, Any]:
+        """XLA's options for a step with these parameters."""
+        return self.layout.options(params, self.model.config.dtype)
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
         return cast(jax.Array, pallas_fa.dot_product_attention(query, key, value, implementation=implementation))

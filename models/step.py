@@ -6,7 +6,7 @@ import collections
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,13 +18,6 @@ from jax.sharding import PartitionSpec as P
 Params = Any  # a nested dict of float32 arrays
 Batch = Any  # what a task's `batch` gives: arrays
 LARGEST_NORM = 1.0  # of gradients: longer ones are shortened to it
-
-# On several GPUs. XLA starts a collective as late as its model of the links allows, and the model knows nothing of devices
-# that are late, nor of kernels that leave no multiprocessor free. Its other estimate is a flat one, of several matmuls.
-EARLY_COLLECTIVES = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_analytical_sol_latency_estimator": False,
-}
 
 
 class TrainState(NamedTuple):
@@ -79,24 +72,16 @@ def make_train_step(
     loss: Callable[[Params, Batch], jax.Array],
     optimizer: optax.GradientTransformation,
     shardings: Any = None,
-    options: Mapping[str, Any] = EARLY_COLLECTIVES,
+    options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The step for `loss`, with gradients whose norm is at most LARGEST_NORM.
 
     The state passed in is donated: its arrays are gone once the step has been called.
 
-    `shardings`: those of the state, which the step keeps; None on one device. `options`: XLA's, on several GPUs.
+    `shardings`: those of the state, which the step keeps; None on one device. `options`: XLA's.
     """
 
-    mesh = None if shardings is None else jax.tree.leaves(shardings)[0].mesh
-    on_gpus = mesh is not None and mesh.devices.flat[0].platform == "gpu"
-
-    @functools.partial(
-        jax.jit,
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-        compiler_options=dict(options) if on_gpus else None,
-    )
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
         norm = _norm(gradients, None if shardings is None else shardings.params)

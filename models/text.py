@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,11 @@ class TextTask:
             return nnx.to_pure_dict(nnx.state(GPT(self.config, nnx.Rngs(key))))
 
         return init(jax.random.key(self.seed))
+
+    def options(self, params: Params) -> dict[str, Any]:
+        """XLA's options for a step with these parameters."""
+        rest = {layer: block for layer, block in params["blocks"].items() if layer > 0}  # as GPT gathers them
+        return self.layout.options(rest, self.config.dtype)
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
         return self.config.attention(query, key, value, implementation)

@@ -78,7 +78,7 @@ def run(settings: Settings) -> None:
     baseline = introduce(settings, task, state, attention)
     log = MetricsLog(settings.out / METRICS, step=int(state.step))
     try:
-        train_step = make_train_step(task.loss, optimizer, layout.shardings(state))
+        train_step = make_train_step(task.loss, optimizer, layout.shardings(state), task.options(state.params))
         state = train(settings, task, state, train_step, checkpoints, log)
     except Interrupted:
         plot_run(settings.out, task.unit, baseline)

@@ -33,7 +33,7 @@ def curve(mesh, dtype, implementation):
     task = TextTask(config, Corpus(text, text, "noise", 1), BATCH, 0, LENGTH, layout)
     optimizer = make_optimizer("adamw", 3e-3)
     state = layout.state(init_state(layout.state(task.init()), optimizer))
-    step = make_train_step(task.loss, optimizer, layout.shardings(state))
+    step = make_train_step(task.loss, optimizer, layout.shardings(state), task.options(state.params))
     found = []
     for i in range(STEPS):
         state, metrics = step(state, task.batch(i))

@@ -1,5 +1,6 @@
 """Training over a mesh of devices: the curve of one device, checkpoints that change their mesh, and what is refused."""
 
+import functools
 import json
 import os
 import re
@@ -17,8 +18,10 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.training_program import noise
 from models import step, train
-from models.mesh import make_layout, parse_mesh
+from models.mesh import ONE_DEVICE, make_layout, parse_mesh
+from models.text import TextTask, model_config
 from tests.test_sharding import collectives
 from tests.test_train import SENTENCE, losses
 
@@ -33,7 +36,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 COMPILE = """
-import dataclasses, json, sys
+import json, sys
 import jax, numpy as np
 from models.data import Corpus
 from models.mesh import make_layout
@@ -41,7 +44,7 @@ from models.step import init_state, make_optimizer, make_train_step
 from models.text import TextTask, model_config
 
 LENGTH = 64
-config = dataclasses.replace(model_config("nano", "float32", None, context=LENGTH), layers=1)
+config = model_config("nano", "float32", None, context=LENGTH)
 layout = make_layout(json.loads(sys.argv[1]), 8, LENGTH)
 text = np.zeros(1000, np.uint8)
 task = TextTask(config, Corpus(text, text, "zeros", 1), 8, 0, 100, layout)
@@ -51,7 +54,7 @@ shapes = {
     jax.tree_util.keystr(path): array.sharding.shard_shape(array.shape)
     for path, array in jax.tree_util.tree_leaves_with_path(state)
 }
-step = make_train_step(task.loss, optimizer, layout.shardings(state))
+step = make_train_step(task.loss, optimizer, layout.shardings(state), task.options(state.params))
 batch = task.batch(0)
 compiled = step.lower(state, batch).compile()
 kept = jax.tree.map(lambda x, out: x.sharding.is_equivalent_to(out, x.ndim), state, compiled.output_shardings[0])
@@ -169,7 +172,8 @@ def test_what_a_device_holds_and_what_devices_exchange():
         kept = {name: [part[0] // keepers, *part[1:]] for name, part in used.items()}
         for name, part in {**kept, "embedding": [256, 32]}.items():
             parts = [shape for path, shape in compiled["shapes"].items() if f"['{name}']['" in path]
-            assert parts == [part] * 3, name  # the parameter and Adam's two moments
+            layers = 1 if name == "embedding" else 2
+            assert parts == [part] * 3 * layers, name  # the parameter and Adam's two moments
         gathered = set(re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", compiled["hlo"]))
         assert gathered == {",".join(map(str, part)) for part in used.values()}, "matrices, as `model` cuts them"
     tokens = {"tokens": [8 // 2, 64], "targets": [8 // 2, 64], "positions": [64]}
@@ -215,34 +219,63 @@ def test_the_norm_of_gradients_takes_one_sum_over_devices():
     np.testing.assert_allclose(jax.jit(lambda x: step._norm(x, None))(tree), optax.tree.norm(tree), rtol=1e-6)
 
 
-def test_xla_knows_the_options_of_a_step_on_gpus():
+def test_xla_knows_the_options_of_a_step():
     """It knows the names on every platform, and refuses others."""
     add = lambda x: x + 1
-    assert jax.jit(add, compiler_options=step.EARLY_COLLECTIVES)(1.0) == 2
+    assert jax.jit(add, compiler_options=make_layout("data=2", batch=2).options({}, "float32"))(1.0) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_no_option"):
         jax.jit(add, compiler_options={"xla_gpu_no_option": True})(1.0)
+    assert ONE_DEVICE.options({}, "float32") == {}
+
+
+def test_messages_hold_the_parts_of_all_blocks_but_the_first():
+    config, layout = model_config("tiny", "bfloat16", None, 128), make_layout("data=2,model=2", 4)
+    task = TextTask(config, noise(128), 4, 0, 128, layout)
+    params = jax.eval_shape(task.init)
+    matrices = [x for path, x in jax.tree_util.tree_leaves_with_path(params["blocks"][0]) if x.ndim == 2]
+    assert len(matrices) == 7
+    sent = 2 * sum(x.size // 4 for x in matrices) * 2  # two blocks, a quarter of each matrix, bfloat16
+    assert task.options(params)["xla_gpu_reduce_scatter_combine_threshold_bytes"] == sent
+
+
+def barriers(program):
+    return [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
+
+
+def gathering():
+    """(a layout, x, parameters of a first block and of the others, a loss of these three and of how to gather them)."""
+
+    def loss(gather, x, first, rest):
+        x, *gathered = gather(x, first, rest)
+        return sum(((x @ y.reshape(8, -1)) ** 2).sum() for y in jax.tree.leaves(gathered))
+
+    block = {"query": {"kernel": jnp.ones((8, 2, 4))}, "norm": {"scale": jnp.ones(8)}}
+    return make_layout("data=2", batch=2), jnp.ones((2, 8)), block, {1: block}, loss
+
+
+def test_the_other_blocks_travel_once_the_first_has_arrived():
+    layout, *arrays, _ = gathering()
+    (call,) = jax.make_jaxpr(layout.gather)(*arrays).jaxpr.eqns
+    program = call.params["call_jaxpr"].jaxpr
+    (barrier,) = barriers(program)
+    placed = [eqn for eqn in program.eqns if "sharding" in eqn.params]
+    assert [eqn.params["sharding"].spec for eqn in placed] == [P(None, "model", None)] * 2, "whole"
+    first, rest = placed
+    assert set(first.outvars) <= set(barrier.invars) and set(rest.invars) <= set(barrier.outvars)
 
 
 def test_sums_of_gradients_are_made_before_the_backward_pass_goes_on():
-    layout = make_layout("data=2", batch=2)
-    x, params = jnp.ones((2, 8)), {"query": {"kernel": jnp.ones((8, 2, 4))}, "norm": {"scale": jnp.ones(8)}}
-
-    def loss(x, params):
-        x, gathered = layout.gather(x, params)
-        return sum(((x @ y.reshape(8, -1)) ** 2).sum() for y in jax.tree.leaves(gathered))
-
-    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, params).jaxpr
-    d_x, d_scale, d_kernel = program.outvars
-    (barrier,) = (eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier")
+    layout, *arrays, loss = gathering()
+    gradient = jax.grad(functools.partial(loss, layout.gather), (0, 1, 2))
+    program = jax.make_jaxpr(gradient)(*arrays).jaxpr
+    d_x, _, _, d_scale, d_kernel = program.outvars  # the first block's are the second and third
+    barrier = barriers(program)[-1]
     assert set(barrier.outvars) == {d_x, d_kernel}
     assert d_scale not in barrier.outvars, "a vector is not worth a sum of its own"
     (place,) = (eqn for eqn in program.eqns if set(eqn.outvars) & set(barrier.invars) and "sharding" in eqn.params)
     assert place.params["sharding"].spec == P("data", "model", None), "each device's part of the sum"
-    gradients = jax.grad(loss, (0, 1))(x, params)
-    plain = jax.grad(
-        lambda x, params: sum(((x @ y.reshape(8, -1)) ** 2).sum() for y in jax.tree.leaves(params)), (0, 1)
-    )
-    chex.assert_trees_all_close(gradients, plain(x, params))
+    plain = jax.grad(functools.partial(loss, lambda *arrays: arrays), (0, 1, 2))
+    chex.assert_trees_all_close(gradient(*arrays), plain(*arrays))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import comms_model, measure, rows, scaling, tune_training
+from benchmarks import comms_model, measure, rows, scaling, training_program, tune_training
 from benchmarks.comms_model import Curve, Network, Rates
 from benchmarks.scaling_programs import Attention, Link
 from benchmarks.training_program import SideBySide, Training
-from models.step import EARLY_COLLECTIVES
+from models.step import make_train_step
 
 RUN = ["--suite", "tiny", "--devices", "2", "--rounds", "2", "--target-ms", "0"]
 
@@ -63,10 +63,11 @@ def test_side_by_side_each_device_takes_the_step_of_one():
 
 
 def test_variants_of_the_step_are_timed_beside_it(capsys):
-    tune_training.main(["--devices", "2", "--rounds", "2", "--seconds", "0", "together=1", "together=1"])
+    variant = "xla_gpu_all_gather_combine_threshold_bytes=2**20"
+    tune_training.main(["--devices", "2", "--rounds", "2", "--seconds", "0", variant, variant])
     head, *lines = (re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:])
     found = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
-    assert list(found) == ["one device", "side by side", "data parallel", "together=1", "together=1 again"]
+    assert list(found) == ["one device", "side by side", "data parallel", variant, f"{variant} again"]
     for name, line in found.items():
         assert float(line["ms"]) > 0 and line["samples"] == "2 x 1"
         for reference in ("one device", "side by side"):
@@ -75,16 +76,26 @@ def test_variants_of_the_step_are_timed_beside_it(capsys):
         assert (line["all-gather"] == "0") == (name in ("one device", "side by side"))
 
 
-@pytest.mark.parametrize("text", ("together", "4", "together=x", "together='a'", "**{}", "a=1, a=2"))
-def test_changes_that_cannot_be_read_say_what_can_be_written(text):
-    with pytest.raises(SystemExit, match="Write for example 'together=4"):
-        tune_training.changes(text)
+@pytest.mark.parametrize("text", ("option", "4", "option=x", "option=2**'a'", "**{}", "a=1, a=2"))
+def test_options_that_cannot_be_read_say_what_can_be_written(text):
+    with pytest.raises(SystemExit, match="Write for example 'xla_gpu_enable_nccl_user_buffers=True'"):
+        tune_training.options(text)
 
 
-def test_changes_are_options_beside_those_of_the_step():
-    found = tune_training.changes("together=4, xla_gpu_all_gather_combine_threshold_bytes=2**27")
-    assert found["together"] == 4
-    assert found["options"] == EARLY_COLLECTIVES | {"xla_gpu_all_gather_combine_threshold_bytes": 2**27}
+def test_options_are_literals_or_powers():
+    assert tune_training.options("a=True, b=2**27, c='d'") == {"a": True, "b": 2**27, "c": "d"}
+
+
+@pytest.mark.parametrize("limit", (None, 2**20))
+def test_a_variant_takes_the_place_of_the_step_s_own_options(limit, monkeypatch):
+    given = {} if limit is None else {"xla_gpu_all_gather_combine_threshold_bytes": limit}
+    used = []
+    make = lambda *arguments: used.append(arguments[-1]) or make_train_step(*arguments)
+    monkeypatch.setattr(training_program, "make_train_step", make)
+    Training(2, "nano", 2, 32, "float32", options=given).compile()
+    (found,) = used
+    assert found["xla_gpu_all_gather_combine_threshold_bytes"] == (2**40 if limit is None else limit)
+    assert found["xla_gpu_enable_latency_hiding_scheduler"]
 
 
 def test_what_the_budget_does_not_reach_is_a_row(tmp_path, capsys):
