@@ -93,9 +93,10 @@ class Layout:
     def gather(self, x: jax.Array, first: Any, rest: Any) -> tuple[jax.Array, Any, Any]:
         """(x, parameters of the first block, of the others), gathered from their parts, where the first block takes x.
 
-        All others in one message, which travels while the first block runs, and their gradients' sums in one while its
-        backward pass does. Links are used for a few milliseconds of a step: those that are quiet for 50 ms sleep, and
-        leave a GPU at its power limit 2 to 3% more clock. What is used at once must be little enough for one block to hide.
+        All others travel at once, while the first block runs; so do their gradients' sums, in its backward pass. One block
+        must have enough to do to hide them: many tokens, and links as fast as those inside a host. For the rest of a step
+        the links are quiet. After 50 ms of that they sleep, which leaves a GPU at its power limit 2 to 3% more clock
+        (benchmarks/NOTES.md).
         """
 
         @jax.custom_vjp
