@@ -21,6 +21,11 @@ from models.attention import CausalAttention, causal_attention
 type Gather = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
 
 
+def first_and_rest(blocks: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The parameters of the first block and of the others, which are gathered apart."""
+    return {0: blocks[0]}, {layer: block for layer, block in blocks.items() if layer > 0}
+
+
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
     """What fixes a GPT's parameters, and how it computes. Parameters are float32 whatever `dtype` is."""
@@ -189,10 +194,9 @@ class GPT(nnx.Module):
         """(x, the blocks ready for use), where the first block takes x."""
         if self.config.gather is None:
             return x, [*self.blocks]
-        first_graph, first = nnx.split([*self.blocks[:1]])
-        rest_graph, rest = nnx.split([*self.blocks[1:]])
-        x, first, rest = self.config.gather(x, nnx.to_pure_dict(first), nnx.to_pure_dict(rest))
-        return x, [*nnx.merge(first_graph, first), *nnx.merge(rest_graph, rest)]
+        graph, params = nnx.split([*self.blocks])
+        x, first, rest = self.config.gather(x, *first_and_rest(nnx.to_pure_dict(params)))
+        return x, nnx.merge(graph, first | rest)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         """int [B,T] -> [B,T,D], by a matmul with one-hot rows.

@@ -119,15 +119,13 @@ class Layout:
 
     def options(self, params: Any, dtype: Any) -> dict[str, Any]:
         """XLA's options for a step that gathers these parameters at once, in `dtype`; none without a mesh."""
-        mesh = self.mesh
-        if mesh is None:
+        if self.mesh is None:
             return {}
 
-        def part(path: tuple[Any, ...], x: Any) -> int:
-            sharding = NamedSharding(mesh, self._places(path, x.shape))
+        def part(path: tuple[Any, ...], x: Any, sharding: NamedSharding) -> int:
             return math.prod(sharding.shard_shape(x.shape)) if self._is_kept(path, x) else 0
 
-        parts = sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(part, params)))
+        parts = sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(part, params, self.shardings(params))))
         return {
             "xla_gpu_enable_latency_hiding_scheduler": True,
             "xla_gpu_all_gather_combine_threshold_bytes": 2**40,  # all that is not tied

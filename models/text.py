@@ -14,7 +14,7 @@ from flax import nnx
 
 from models.baseline import OrderTwo
 from models.data import Corpus
-from models.gpt import GPT, SIZES, GPTConfig
+from models.gpt import GPT, SIZES, GPTConfig, first_and_rest
 from models.mesh import ONE_DEVICE, Layout
 from models.step import Batch, Params
 
@@ -73,7 +73,7 @@ class TextTask:
 
     def options(self, params: Params) -> dict[str, Any]:
         """XLA's options for a step with these parameters."""
-        rest = {layer: block for layer, block in params["blocks"].items() if layer > 0}  # as GPT gathers them
+        _, rest = first_and_rest(params["blocks"])
         return self.layout.options(rest, self.config.dtype)
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
