@@ -21,8 +21,9 @@ from benchmarks import measure, progress, rows
 from benchmarks.implementations import Implementation
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, suites
-from pallas_fa.mosaic_gpu import backward_plan, forward_plan
-from pallas_fa.mosaic_gpu.config import Config
+from pallas_fa.backends.hopper.backward import plan as backward_plan
+from pallas_fa.backends.hopper.config import Config
+from pallas_fa.backends.hopper.forward import plan as forward_plan
 from pallas_fa.problem import Problem, normalise
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 
-from pallas_fa import dispatch, explicit_axes, reference
+from pallas_fa.backends import dispatch, reference
+from pallas_fa.operands.pytree import arrays_of
 from pallas_fa.problem import Operands, Problem, normalise
-from pallas_fa.pytree import arrays_of
+from pallas_fa.sharding import explicit_axes
 
 
 def dot_product_attention(
@@ -110,7 +111,7 @@ def attend(problem: Problem, operands: Operands, implementation: Any) -> tuple[A
     if chosen.name == "reference":
         out, lse = reference.attention(problem, *operands)
     else:
-        from pallas_fa import jvp, vjp
+        from pallas_fa.autodiff import jvp, vjp
 
         derivatives = jvp if problem.forward_mode else vjp
         out, lse = derivatives.attention(chosen, problem, *operands)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa import masks, scores
-from pallas_fa.dims import Dims
-from pallas_fa.pytree import is_array, is_static_int, is_static_number
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("default")
 @pytest.fixture
 def small_chunks(monkeypatch):
     """xla works in chunks of 64 x 64, so that small cases have several, the last ones overlapping."""
-    from pallas_fa import chunks
+    from pallas_fa.backends.xla import chunks
 
     monkeypatch.setattr(chunks, "_CHUNK_LOGITS", 1)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_fa
-from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
 
 _LENGTH = 300
 

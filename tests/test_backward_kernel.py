@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import masks, scores, xla
-from pallas_fa.mosaic_gpu import backward_plan, backward_work, named_barriers
-from pallas_fa.mosaic_gpu.backward import backward, supports_backward
-from pallas_fa.mosaic_gpu.backward_plan import Plan, passes
-from pallas_fa.mosaic_gpu.config import BackwardConfig, Config, backward_configs
+from pallas_fa import masks, scores
+from pallas_fa.backends.hopper import named_barriers
+from pallas_fa.backends.hopper.backward import plan as backward_plan
+from pallas_fa.backends.hopper.backward import work as backward_work
+from pallas_fa.backends.hopper.backward.backward import backward, supports_backward
+from pallas_fa.backends.hopper.backward.plan import Plan, passes
+from pallas_fa.backends.hopper.config import BackwardConfig, Config, backward_configs
+from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import normalise
 from tests import cases
 from tests.cases import Case

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa
-from pallas_fa import masks, placement, scores
-from pallas_fa.context_parallel import all_to_all_attention, from_zigzag, ring_attention, to_zigzag
+from pallas_fa import masks, scores
+from pallas_fa.context_parallel import all_to_all_attention, from_zigzag, placement, ring_attention, to_zigzag
+from pallas_fa.context_parallel.ring import Ring
 from pallas_fa.problem import normalise
-from pallas_fa.ring import Ring
 from tests.lowering import kernels
 from tests.test_sharding import close, collectives, compile
 

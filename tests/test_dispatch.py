@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa import dispatch, masks, scores
-from pallas_fa.mosaic_gpu import support
+from pallas_fa import masks, scores
+from pallas_fa.backends import dispatch
+from pallas_fa.backends.hopper import support
 from pallas_fa.problem import normalise
 
 NAMES = ("mosaic_gpu", "xla", "reference")

@@ -15,7 +15,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks
-from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from tests.cases import TABLE, Case
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import reference
-from pallas_fa.mosaic_gpu import forward, forward_load
-from pallas_fa.mosaic_gpu.config import Config, ForwardConfig
+from pallas_fa.backends import reference
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
+from pallas_fa.backends.hopper.forward import forward
+from pallas_fa.backends.hopper.forward import load as forward_load
 from pallas_fa.problem import normalise
 from tests.cases import Case
 

@@ -15,7 +15,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
-from pallas_fa.mosaic_gpu.config import Config, ForwardConfig, forward_configs
+from pallas_fa.backends.hopper.config import Config, ForwardConfig, forward_configs
 from tests import cases
 from tests.cases import Case
 from tests.lowering import kernels, time_in_calls_of_jax_nn

@@ -12,9 +12,9 @@ import pytest
 
 import pallas_fa
 from pallas_fa.masks import Causal, Custom, Dense, Lengths, Mask, Segments, Window, lengths_of
-from pallas_fa.part import Part
+from pallas_fa.operands.part import Part
+from pallas_fa.operands.ranges import FAR
 from pallas_fa.problem import normalise
-from pallas_fa.ranges import FAR
 from tests.cases import MASKS, Case
 
 B, N = 2, 2

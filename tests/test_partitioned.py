@@ -16,10 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa
-from pallas_fa import dispatch, masks, partitioned, scores, xla
-from pallas_fa.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare
-from pallas_fa.mesh_axes import PartOfAnAxis, axes_by_dim
+from pallas_fa import masks, scores
+from pallas_fa.backends import dispatch
+from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import normalise
+from pallas_fa.sharding import partitioned
+from pallas_fa.sharding.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare
+from pallas_fa.sharding.mesh_axes import PartOfAnAxis, axes_by_dim
 from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
 

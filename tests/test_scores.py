@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.dims import Dims
-from pallas_fa.part import Part
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.part import Part
 from pallas_fa.scores import Alibi, Bias, Custom, Score, SoftCap, chain, float_arrays, with_float_arrays
 from tests.cases import SCORES, Case
 

@@ -1,1 +1,1 @@
-"""Attention kernels for NVIDIA Hopper GPUs, in Pallas (Mosaic GPU)."""
+"""Public names of the GPU kernels; the kernels are in `pallas_fa.backends`."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa import dispatch
 from pallas_fa.api import dot_product_attention
+from pallas_fa.backends import dispatch
 from pallas_fa.masks import Mask
 from pallas_fa.nn import dropout
 from pallas_fa.problem import normalise

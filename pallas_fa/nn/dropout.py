@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa import masks, reference, tile
+from pallas_fa import masks
+from pallas_fa.backends import reference
 from pallas_fa.problem import Operands, Problem
+from pallas_fa.softmax import tile
 
 
 def check_rate(rate: Any):

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from pallas_fa.dims import Dims
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
 from pallas_fa.nn.module_mask import module_mask
+from pallas_fa.operands.dims import Dims
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):

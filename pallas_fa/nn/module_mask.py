@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks
-from pallas_fa.dims import Dims
 from pallas_fa.nn.attention_fn import refuse_single_query
+from pallas_fa.operands.dims import Dims
 from pallas_fa.problem import bind_mask, segment_mask, window_mask
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from flax import nnx
 
-from pallas_fa.dims import Dims
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
 from pallas_fa.nn.module_mask import module_mask
+from pallas_fa.operands.dims import Dims
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):

@@ -1,0 +1,1 @@
+"""Derivatives: the custom rules of a backend, forward mode, and second derivatives."""

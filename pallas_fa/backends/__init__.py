@@ -1,0 +1,1 @@
+"""The implementations, and the choice among them."""

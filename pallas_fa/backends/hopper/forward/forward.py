@@ -1,0 +1,91 @@
+"""The forward kernel for Hopper (compute capability 9.0).
+
+FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: one block of threads for each block of queries of one head.
+One warpgroup loads keys and values by TMA into two rings; each of the others holds 64 queries and computes, step by
+step, the logits of the next tile of keys on the tensor cores, and under the matmul P V of the tile before, their
+softmax. The mask says which tiles are visited and which of them it cuts (`schedule.Visits`); only those are masked
+element by element.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.hopper.forward.compute import Compute
+from pallas_fa.backends.hopper.forward.load import Load, wait_for_the_rest
+from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+from pallas_fa.backends.hopper.forward.work import for_blocks
+from pallas_fa.backends.hopper.tiles import rounded
+from pallas_fa.problem import Problem
+
+
+def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, interpret: bool = False):
+    """(out [B, T, N, Hv], log-sum-exp [B, T, N] float32). `interpret`: for JAX's GPU interpret mode."""
+    plan = ForwardPlan.of(problem, score, mask, interpret)
+    dims, config = problem.dims, plan.config
+    arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
+    if mask is not None and plan.visit_table:
+        sizes = config.block_q, dims.T, dims.S, config.block_kv
+        found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
+        arrays.append(schedule.table(found, plan.blocks, plan.blocks))
+
+    def flash_attention_forward(*refs, **scratch):
+        _kernel(plan, *refs, **scratch)
+
+    out, lse = launch(
+        flash_attention_forward,
+        q,
+        k,
+        v,
+        *arrays,
+        out_type=(
+            jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
+            jax.ShapeDtypeStruct((dims.B, dims.N, rounded(dims.T, 64)), jnp.float32),  # whole warpgroups
+        ),
+        blocks=dims.B * dims.N * plan.shares,
+        warpgroups=config.compute_wgs + 1,
+        scratch=plan.scratch(),
+    )
+    return out, jnp.swapaxes(lse[:, :, : dims.T], 1, 2)
+
+
+class _Refs(NamedTuple):
+    """Device memory. `arrays`: those of score and mask; `visit_table` where the mask has arrays, else None."""
+
+    q: Any
+    k: Any
+    v: Any
+    arrays: tuple[Any, ...]
+    visit_table: Any
+    out: Any
+    lse: Any
+
+
+def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
+    *arrays, out, lse = refs
+    visit_table = arrays.pop() if plan.visit_table else None
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, out, lse)
+    wg = lax.axis_index("wg")
+    compute_registers, load_registers = plan.config.registers
+
+    @pl.when(wg < plan.config.compute_wgs)
+    def _():
+        plgpu.set_max_registers(compute_registers, action="increase")
+        if plan.takes_turns:
+            pl.when(wg == plan.config.compute_wgs - 1)(lambda: plan.turns(scratch).arrive(0))
+        for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run())
+        if plan.takes_turns:
+            pl.when(wg == 0)(lambda: plan.turns(scratch).wait(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(wg == plan.config.compute_wgs)
+    def _():
+        plgpu.set_max_registers(load_registers, action="decrease")
+        counts = for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
+        wait_for_the_rest(plan, *counts, scratch)

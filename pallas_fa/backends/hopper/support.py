@@ -1,0 +1,89 @@
+"""Which problems the kernels can do. Importing this imports no part of Pallas."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa import scores
+from pallas_fa.backends.hopper.config import SHARED_MEMORY, Config
+from pallas_fa.problem import Problem
+
+_MAX_HEAD_DIM = 256
+
+
+def supports(problem: Problem) -> str | None:
+    """None if the kernels can do `problem`, else the reason why not."""
+    if problem.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
+    for name, size in (("H", problem.H), ("Hv", problem.Hv)):
+        if size % 8 or size > _MAX_HEAD_DIM:
+            return f"head dim {name}={size}; it takes multiples of 8 up to {_MAX_HEAD_DIM}"
+    if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):
+        return "a dim of size 0"
+    if isinstance(problem.precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
+    return _config_reason(problem) or _capability_reason() or _functions_reason(problem) or _arrays_reason(problem)
+
+
+def cuda_devices() -> list[Any]:
+    """The CUDA GPUs of this machine."""
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+def _config_reason(problem):
+    if problem.config is None or isinstance(problem.config, Config):
+        return None
+    return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
+
+
+def _capability_reason():
+    """GPUs that are there must be Hopper; where none is, a program may be lowered for one all the same."""
+    found = sorted({str(getattr(device, "compute_capability", "?")) for device in cuda_devices()})
+    return (
+        None if found in ([], ["9.0"]) else f"a GPU of compute capability {', '.join(found)}; its kernels are for 9.0"
+    )
+
+
+def _functions_reason(problem):
+    from pallas_fa.backends.gpu import elementwise
+
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    tile = jax.ShapeDtypeStruct((64, 64), jnp.int32)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def slices(tree):
+        shape = lambda a: (64, 64) if a.shape[2] > 1 or a.shape[3] > 1 else ()
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype), tree)
+
+    if problem.mask is not None:
+        mask = lambda b, n, t, s, mask: mask.allowed(b, n, t, s)
+        reason = elementwise.why_not(mask, index, index, tile, tile, slices(problem.mask))
+        if reason:
+            return f"the mask: {reason}"
+    if problem.score is not None:
+        score = lambda x, b, n, t, s, score: scores.evaluate(score, x, b, n, t, s)
+        reason = elementwise.why_not(score, x, index, index, tile, tile, slices(problem.score))
+        if reason:
+            return f"the score: {reason}"
+    return None
+
+
+def _arrays_reason(problem: Problem) -> str | None:
+    """Of arrays, and of named tiles: without either, everything is in the tables."""
+    leaves: Any = jax.tree.leaves((problem.score, problem.mask))
+    if not leaves and problem.config is None:
+        return None
+    from pallas_fa.backends.gpu.arrays import KernelArray
+    from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+
+    reasons = (KernelArray.of(x).why_not() for x in leaves)
+    if reason := next((reason for reason in reasons if reason), None):
+        return reason
+    needed = ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).shared_memory()
+    if needed <= SHARED_MEMORY:
+        return None
+    return f"{needed} bytes of shared memory with the arrays of its mask and score; there are {SHARED_MEMORY}"

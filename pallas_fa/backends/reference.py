@@ -1,0 +1,39 @@
+"""The definition of attention in this library: dense, float32 (float64 for float64), no options, plain JAX.
+
+Everything else is tested against it. It may be differentiated any number of times, forward and reverse.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa import masks
+from pallas_fa.problem import Problem
+from pallas_fa.softmax import tile
+
+
+def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
+    """Softmax weights [B, N, T, S] and log-sum-exp [B, N, T] of the query rows t0, t0 + 1, ... in q."""
+    q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
+    x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
+    b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
+    x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
+    return tile.softmax(x)
+
+
+def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
+    """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N]) of the query rows t0, t0 + 1, ... in q."""
+    lengths = masks.lengths_of(mask)
+    q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
+    q = tile.zero_padding(q, q_lengths)
+    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
+    p, lse = probabilities(problem, q, k, score, mask, t0)
+    v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
+    out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)
+    out = tile.zero_padding(out.astype(problem.dtype), q_lengths)  # it is 0 there, and keeps a NaN in its cotangent out
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+def _along(axis, shape):
+    return tuple(size if i == axis else 1 for i, size in enumerate(shape))

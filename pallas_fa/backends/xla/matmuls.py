@@ -1,0 +1,59 @@
+"""The matrix products of a pair of chunks, for grouped heads: query head n goes with key head n // (N // K)."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_fa import masks
+from pallas_fa.problem import Problem
+from pallas_fa.softmax import tile
+
+
+def matmul_dtype(problem: Problem) -> Any:
+    """What the matmuls read: the inputs' dtype; float32 for 8-bit floats, which few platforms multiply."""
+    return problem.dtype if problem.dtype.itemsize > 1 else jnp.float32
+
+
+def prepare(problem: Problem, q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, ...]:
+    """q, k and v [B, length, heads, dim] as the matmuls read them, padding zeroed."""
+    lengths = masks.lengths_of(mask)
+    padded = ((q, lengths.q_lengths), (k, lengths.kv_lengths), (v, lengths.kv_lengths))
+    return tuple(tile.zero_padding(x, n).astype(matmul_dtype(problem)) for x, n in padded)
+
+
+def qk(problem: Problem, a: Any, b: Any) -> Any:
+    """[B, N, T, H] x [B, K, S, H] -> [B, N, T, S]: query head n against key head n // (N // K)."""
+    return _grouped_matmul(problem, a, b, 3)
+
+
+def pv(problem: Problem, p: Any, b: Any) -> Any:
+    """[B, N, T, S] x [B, K, S, H] -> [B, N, T, H]."""
+    return _grouped_matmul(problem, p, b, 2)
+
+
+def _grouped_matmul(problem, a, b, contracted):
+    B, N, T, _ = a.shape
+    a = a.astype(b.dtype).reshape(B, problem.K, -1, a.shape[-1])
+    dimensions = (((3,), (contracted,)), ((0, 1), (0, 1)))
+    result = lax.dot_general(a, b, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
+    return result.reshape(B, N, T, -1)
+
+
+def xp(problem: Problem, x: Any, p: Any) -> Any:
+    """[B, K, H, G, T] x [B, N, T, S] -> [B, K, H, S], summed over T and the query heads of a group."""
+    B, K, _, G, T = x.shape
+    p = p.astype(x.dtype).reshape(B, K, G, T, -1)
+    dimensions = (((3, 4), (2, 3)), ((0, 1), (0, 1)))
+    return lax.dot_general(x, p, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
+
+
+def heads_first(x: Any) -> Any:
+    """[B, T, N, ...] -> [B, N, T, ...] and back."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def transposed(problem: Problem, x: Any) -> Any:
+    """[B, T, N, H] -> [B, K, H, G, T]."""
+    B, T, _, H = x.shape
+    return jnp.transpose(x.reshape(B, T, problem.K, -1, H), (0, 2, 4, 3, 1))

@@ -1,0 +1,1 @@
+"""Attention on arrays that `jit` shards: what each device computes, automatic and explicit mesh axes, exporting."""
