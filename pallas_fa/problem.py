@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa import masks, scores
+from pallas_fa.masks.base import all_of, parts_of
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
+from pallas_fa.scores.base import chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +103,11 @@ def normalise(
         segment_mask(dims, query_segment_ids, key_value_segment_ids),
         _mask(mask),
     ]
-    bound_mask = bind_mask(masks.all_of([m for m in found if m is not None]), whole(dims))
+    bound_mask = bind_mask(all_of([m for m in found if m is not None]), whole(dims))
 
     static_scale, scale_score = _scale(scale, q.shape[-1])
     found = [scale_score, _bias(bias), _soft_cap(logits_soft_cap), _score(score)]
-    bound_score = scores.chain([x for x in found if x is not None])
+    bound_score = chain([x for x in found if x is not None])
     bound_score = bound_score and bound_score.bind(whole(dims))
 
     problem = Problem(
@@ -183,8 +186,8 @@ def bind_mask(mask, dims) -> masks.Mask | None:
     if mask is None:
         return None
     # Lengths first: the alignment of a bottom-right Causal asks for them.
-    given = masks.all_of(masks.parts_of(mask, masks.Lengths))
-    return mask.bind(dims, masks.lengths_of(given and given.bind(dims, masks.Lengths())))
+    given = all_of(parts_of(mask, masks.Lengths))
+    return mask.bind(dims, lengths_of(given and given.bind(dims, masks.Lengths())))
 
 
 def _scale(scale, head_dim):

@@ -24,6 +24,7 @@ from pallas_fa.backends.hopper.backward.plan import Plan, passes
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, backward_configs
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import normalise
+from pallas_fa.scores.base import float_arrays
 from tests import cases
 from tests.cases import Case
 from tests.lowering import kernels
@@ -158,7 +159,7 @@ def is_right_and_free_of_races(case, keywords):
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
     truth = xla.backward(exact, *as_float32(operands), *as_float32(residuals))
     for ours, true, like in zip(
-        *map(jax.tree.leaves, (gradients, truth, (operands[:3], scores.float_arrays(operands.score)))), strict=True
+        *map(jax.tree.leaves, (gradients, truth, (operands[:3], float_arrays(operands.score)))), strict=True
     ):
         assert ours.shape == like.shape
         assert ours.dtype == like.dtype

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.masks import Causal, Custom, Dense, Lengths, Mask, Segments, Window, lengths_of
+from pallas_fa.masks import Causal, Custom, Dense, Lengths, Mask, Segments, Window
+from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands.intervals import UNBOUNDED
 from pallas_fa.operands.part import Part
-from pallas_fa.operands.ranges import FAR
 from pallas_fa.problem import normalise
 from tests.cases import MASKS, Case
 
@@ -463,7 +464,7 @@ def test_a_part_without_answer_does_not_widen_a_union():
 
 def test_a_mask_without_bounds_says_everything():
     """Far ends are safe to add to a position in int32."""
-    assert Mask().kv_range(0, 4) == (-FAR, FAR) and Mask().q_range(0, 4) == (-FAR, FAR)
+    assert Mask().kv_range(0, 4) == (-UNBOUNDED, UNBOUNDED) and Mask().q_range(0, 4) == (-UNBOUNDED, UNBOUNDED)
     lo, hi = Mask().full_kv_range(0, 4)
     assert lo >= hi
     assert Window(2**40, 2**40).kv_range(0, 4)[1] < 2**31

@@ -8,7 +8,8 @@ import pytest
 import pallas_fa
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
-from pallas_fa.scores import Alibi, Bias, Custom, Score, SoftCap, chain, float_arrays, with_float_arrays
+from pallas_fa.scores import Alibi, Bias, Custom, Score, SoftCap
+from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 from tests.cases import SCORES, Case
 
 IMPLEMENTATIONS = ("xla", "reference")

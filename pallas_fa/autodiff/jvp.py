@@ -15,7 +15,7 @@ from pallas_fa.backends.dispatch import Implementation
 from pallas_fa.backends.xla import tangents
 from pallas_fa.operands import manual_axes
 from pallas_fa.problem import Problem
-from pallas_fa.scores import float_arrays
+from pallas_fa.scores.base import float_arrays
 
 _with_rule: Any = functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 

@@ -17,7 +17,7 @@ from pallas_fa.autodiff import by_rows
 from pallas_fa.backends.dispatch import Implementation
 from pallas_fa.operands import manual_axes
 from pallas_fa.problem import Problem
-from pallas_fa.scores import float_arrays, with_float_arrays
+from pallas_fa.scores.base import float_arrays, with_float_arrays
 
 _with_rules: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 

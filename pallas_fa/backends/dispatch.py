@@ -11,7 +11,7 @@ from pallas_fa.backends import reference
 from pallas_fa.backends.hopper import support
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Problem
-from pallas_fa.scores import float_arrays, with_float_arrays
+from pallas_fa.scores.base import float_arrays, with_float_arrays
 
 NAMES = ("mosaic_gpu", "xla", "reference")
 _DEFAULT = ("mosaic_gpu", "xla")

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa import masks
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
 
@@ -24,7 +24,7 @@ def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: A
 
 def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
     """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N]) of the query rows t0, t0 + 1, ... in q."""
-    lengths = masks.lengths_of(mask)
+    lengths = lengths_of(mask)
     q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
     q = tile.zero_padding(q, q_lengths)
     k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))

@@ -25,11 +25,12 @@ from pallas_fa import masks
 from pallas_fa.autodiff import by_rows, vjp
 from pallas_fa.backends import dispatch
 from pallas_fa.context_parallel import placement, ring_of_wholes
-from pallas_fa.operands import manual_axes, ranges
+from pallas_fa.masks.base import all_of
+from pallas_fa.operands import intervals, manual_axes
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import Problem, abstract
-from pallas_fa.scores import float_arrays, with_float_arrays
+from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax.merging import Seen, merged
 
 
@@ -122,7 +123,7 @@ class _Pair:
 def _any_allowed(mask, T, S):
     """Whether a mask of T queries and S keys lets any attend; conservative."""
     lo, hi = mask.kv_range(np.array([0]), np.array([T]))
-    found = ranges.maximum(lo, 0) < ranges.minimum(hi, S)
+    found = intervals.maximum(lo, 0) < intervals.minimum(hi, S)
     return found.any() if hasattr(found, "any") else found
 
 
@@ -136,7 +137,7 @@ def _pairs(ring: Ring, hop: Any, key_ids: Any, score: Any, mask: Any, query_ids:
             held, place = Part((0, 0, a * T, s), size), Part((0, 0, t, s), size)
             part_score = score and held.cut(score).moved(place)
             found = [mask and held.cut(mask).moved(place), query_ids and masks.Segments(query_ids[a], key_ids[b])]
-            part_mask = masks.all_of([m for m in found if m])
+            part_mask = all_of([m for m in found if m])
             problem = dataclasses.replace(
                 ring.problem,
                 dims=Dims(dims.batch, T, S, dims.N),

@@ -15,7 +15,7 @@ from jax import lax
 from pallas_fa import masks, scores
 from pallas_fa.backends import dispatch
 from pallas_fa.context_parallel.bundle import bundle
-from pallas_fa.operands import ranges
+from pallas_fa.operands import intervals
 from pallas_fa.operands.pytree import is_static_int
 from pallas_fa.problem import Problem, abstract
 from pallas_fa.softmax.merging import Seen, merged
@@ -172,19 +172,19 @@ class _WholeBlocks(masks.Mask):
         return (t >= self.block) & (self.from_later > 0) | (s < self.block) & (self.from_later == 0)
 
     def kv_range(self, t_lo, t_hi):
-        return 0, self._either(ranges.where(t_hi > self.block, 2 * self.block, 0), self.block)
+        return 0, self._either(intervals.where(t_hi > self.block, 2 * self.block, 0), self.block)
 
     def full_kv_range(self, t_lo, t_hi):
-        return 0, self._either(ranges.where(t_lo >= self.block, 2 * self.block, 0), self.block)
+        return 0, self._either(intervals.where(t_lo >= self.block, 2 * self.block, 0), self.block)
 
     def q_range(self, s_lo, s_hi):
         return self._either(self.block, 0), self._either(
-            2 * self.block, ranges.where(s_lo < self.block, 2 * self.block, 0)
+            2 * self.block, intervals.where(s_lo < self.block, 2 * self.block, 0)
         )
 
     def full_q_range(self, s_lo, s_hi):
         return self._either(self.block, 0), self._either(
-            2 * self.block, ranges.where(s_hi <= self.block, 2 * self.block, 0)
+            2 * self.block, intervals.where(s_hi <= self.block, 2 * self.block, 0)
         )
 
     def _either(self, if_later, if_earlier):

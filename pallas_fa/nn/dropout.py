@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa import masks
 from pallas_fa.backends import reference
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax import tile
 
@@ -31,7 +31,7 @@ def attention(problem: Problem, operands: Operands, rng: Any, rate: float, broad
             " `rngs={'dropout': key}` in linen's apply, `rngs=` in nnx; or switch dropout off with deterministic=True."
         )
     q, k, v, score, mask = operands
-    lengths, dims = masks.lengths_of(mask), problem.dims
+    lengths, dims = lengths_of(mask), problem.dims
     q = tile.zero_padding(q, lengths.q_lengths)
     k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
     p, _ = reference.probabilities(problem, q, k, score, mask)

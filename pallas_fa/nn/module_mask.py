@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks
+from pallas_fa.masks.base import all_of
 from pallas_fa.nn.attention_fn import refuse_single_query
 from pallas_fa.operands.dims import Dims
 from pallas_fa.problem import bind_mask, segment_mask, window_mask
@@ -37,7 +38,7 @@ def module_mask(
         segment_mask(dims, query_segment_ids, key_value_segment_ids),
         mask if isinstance(mask, masks.Mask) else None,
     ]
-    rule = masks.all_of([x for x in rules if x is not None])
+    rule = all_of([x for x in rules if x is not None])
     if rule is None:
         return mask
     array = None if mask is None or isinstance(mask, masks.Mask) else jnp.asarray(mask).astype(jnp.bool_)

@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.intervals import UNBOUNDED
 from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
-from pallas_fa.operands.ranges import FAR
 
-_LIMIT = FAR // 2  # further than any two positions are apart, and safe to add to a position and a window in int32
+_LIMIT = UNBOUNDED // 2  # further than any two positions are apart, and safe to add to a position and a window in int32
 
 
 def checked(name: str, x: Any) -> Any:

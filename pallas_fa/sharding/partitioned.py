@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pallas_fa.problem import Problem
-from pallas_fa.scores import float_arrays
+from pallas_fa.scores.base import float_arrays
 from pallas_fa.sharding import device_share, exporting, own_refs
 from pallas_fa.sharding.device_share import KEY, LSE, OUT, QUERY, VALUE, WHOLE, DeviceShare, letters_of
 from pallas_fa.sharding.mesh_axes import axes_by_dim, known_mesh

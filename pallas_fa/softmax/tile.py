@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks, scores
+from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
 
 class Softmax(NamedTuple):
@@ -24,12 +25,12 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
     `x`: scaled logits; `score` and `mask` hold the slices of their arrays for this tile.
     """
     if mask is None:
-        return scores.evaluate(score, x, b, n, t, s), None
+        return evaluate(score, x, b, n, t, s), None
     ok = jnp.broadcast_to(mask.allowed(b, n, t, s), x.shape)
     if score is not None:
         # Behind the mask there may be NaN or Inf, and 0 * NaN is NaN: no gradient may pass there, to any array.
         gate = lambda z: jnp.where(ok, z.astype(x.dtype), lax.stop_gradient(z.astype(x.dtype)))
-        gated: Any = scores.with_float_arrays(score, map(gate, scores.float_arrays(score)))
+        gated: Any = with_float_arrays(score, map(gate, float_arrays(score)))
         x = gated.apply(gate(x), b, n, t, s)
     return jnp.where(ok, x, -jnp.inf), ok
 

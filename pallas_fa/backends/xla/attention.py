@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa import masks
 from pallas_fa.backends import reference
 from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, pv, qk, transposed, xp
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
-from pallas_fa.scores import float_arrays, with_float_arrays
+from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import tile
 
 
@@ -60,7 +60,7 @@ def backward(
     arrays, acc_dtype = float_arrays(score), problem.acc_dtype
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
         return jax.tree.map(jnp.zeros_like, (q, k, v, arrays))
-    lengths = masks.lengths_of(mask)
+    lengths = lengths_of(mask)
     d_out = tile.zero_padding(d_out, lengths.q_lengths)
     d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
     # The row sums of p * dp, had from `out` without a pass over the logits; the cotangent of lse enters beside them.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.operands import ranges
+from pallas_fa.operands import intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
 
@@ -41,7 +41,7 @@ class Chunks:
     def start(self, i: Any) -> Any:
         """Where chunk i starts, int32 (with 64-bit types enabled too); the last one so early that it fits."""
         start = jnp.int32(i) * self.chunk
-        return start if self.size % self.chunk == 0 else ranges.minimum(start, self.size - self.chunk)
+        return start if self.size % self.chunk == 0 else intervals.minimum(start, self.size - self.chunk)
 
     def index(self, i: Any) -> Any:
         """Positions of chunk i, broadcastable to [B, N, T, S]."""
@@ -107,7 +107,7 @@ def visits(ask: Any, own: Chunks, other: Chunks) -> Callable[[Any], tuple[Any, A
         return lambda i: (np.int32(0), np.int32(other.count))
     starts = np.minimum(np.arange(own.count) * own.chunk, own.size - own.chunk)
     lo, hi = ask(starts, starts + own.chunk)
-    xnp = ranges.library(lo, hi)
+    xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), other.size)
     needed = lo < hi
     lo, hi = xnp.where(needed, lo, other.size), xnp.where(needed, hi, 0)

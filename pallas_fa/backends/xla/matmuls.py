@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa import masks
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
 
@@ -17,7 +17,7 @@ def matmul_dtype(problem: Problem) -> Any:
 
 def prepare(problem: Problem, q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, ...]:
     """q, k and v [B, length, heads, dim] as the matmuls read them, padding zeroed."""
-    lengths = masks.lengths_of(mask)
+    lengths = lengths_of(mask)
     padded = ((q, lengths.q_lengths), (k, lengths.kv_lengths), (v, lengths.kv_lengths))
     return tuple(tile.zero_padding(x, n).astype(matmul_dtype(problem)) for x, n in padded)
 

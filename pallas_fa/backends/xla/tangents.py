@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa import masks
 from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, pv, qk
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import manual_axes
 from pallas_fa.problem import Problem
-from pallas_fa.scores import float_arrays, with_float_arrays
+from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import tile
 
 
@@ -48,12 +48,12 @@ def attention(
     (out, _), (out_dot, lse_dot) = jax.jvp(sums, moved, moved_dots)
     out_dot = (out_dot - lse_dot[..., None] * out).astype(problem.dtype)
     # It is 0 in padding already; this keeps a NaN in its cotangent out.
-    return tile.zero_padding(out_dot, masks.lengths_of(mask).q_lengths), lse_dot
+    return tile.zero_padding(out_dot, lengths_of(mask).q_lengths), lse_dot
 
 
 def _sums_of_shares(problem, q, k, v, score, mask, lse):
     """The sums over the chunks of keys of w_j out_j [B, T, N, Hv], which is `out`, and of w_j [B, T, N], which is 1."""
-    lengths = masks.lengths_of(mask)
+    lengths = lengths_of(mask)
     queries, keys = chunks.of_problem(problem)
     visited = chunks.visits(mask and mask.kv_range, queries, keys)
 

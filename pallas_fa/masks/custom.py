@@ -1,0 +1,60 @@
+"""`Custom`: any elementwise function as a mask."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_fa.masks.base import EVERYTHING, Mask
+from pallas_fa.operands.part import AtOrigin
+from pallas_fa.operands.pytree import is_array
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Custom(Mask):
+    """fn(b, n, t, s, *slices) -> bool: any elementwise rule in jnp.
+
+    Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
+    broadcastable, so it never indexes an array. It must not close over arrays. `ranges`: a mask known to allow all
+    that `fn` allows; only its ranges are used, to skip tiles (without it every tile is visited).
+    """
+
+    fn: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    ranges: Mask | None
+
+    def __init__(self, fn: Callable[..., Any], *arrays: Any, ranges: Mask | None = None):
+        if not callable(fn):
+            raise TypeError(f"fn={fn!r} must be a function fn(b, n, t, s, *slices) -> bool.")
+        if ranges is not None and not isinstance(ranges, Mask):
+            raise TypeError(
+                f"ranges={ranges!r} must be a Mask that contains this one, such as Window(128, 0), or None."
+            )
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "arrays", tuple(_as_array("arrays", x) for x in arrays))
+        object.__setattr__(self, "ranges", ranges)
+
+    def bind(self, dims, lengths):
+        arrays = (dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays))
+        return Custom(self.fn, *arrays, ranges=self.ranges and self.ranges.bind(dims, lengths))
+
+    def moved(self, part):
+        return Custom(AtOrigin(self.fn, 0), *part.origin, *self.arrays, ranges=self.ranges and self.ranges.moved(part))
+
+    def allowed(self, b, n, t, s):
+        return self.fn(b, n, t, s, *self.arrays)
+
+    def kv_range(self, t_lo, t_hi):
+        return self.ranges.kv_range(t_lo, t_hi) if self.ranges else EVERYTHING
+
+    def q_range(self, s_lo, s_hi):
+        return self.ranges.q_range(s_lo, s_hi) if self.ranges else EVERYTHING
+
+
+def _as_array(name, x):
+    if isinstance(x, (bool, int, float, complex, list)):
+        return jnp.asarray(x)
+    if not is_array(x):
+        raise TypeError(f"{name} holds a {type(x).__name__}; it must hold arrays, broadcastable to [*B, N, T, S].")
+    return x

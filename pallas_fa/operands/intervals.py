@@ -1,0 +1,39 @@
+"""Intervals [lo, hi) of positions: Python ints where they are known while tracing, else NumPy or JAX arrays."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Range = tuple[Any, Any]
+UNBOUNDED = 2**30  # "no bound": past every position, and safe to add to a position in int32
+
+
+def maximum(*values: Any) -> Any:
+    """The largest; a Python int where all are, NumPy where all are known while tracing, else jnp."""
+    return _fold(max, "maximum", values)
+
+
+def minimum(*values: Any) -> Any:
+    """The smallest, as `maximum`."""
+    return _fold(min, "minimum", values)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """`jnp.where`, kept in Python or NumPy where everything is known while tracing."""
+    if isinstance(condition, (bool, np.bool_)):
+        return x if condition else y
+    return array_module(condition, x, y).where(condition, x, y)
+
+
+def _fold(python, name, values):
+    result = values[0]
+    for value in values[1:]:
+        both_int = isinstance(result, int) and isinstance(value, int)
+        result = python(result, value) if both_int else getattr(array_module(result, value), name)(result, value)
+    return result
+
+
+def array_module(*xs: Any) -> Any:
+    """NumPy where all of `xs` are known while tracing, else jnp."""
+    return np if all(isinstance(x, (bool, int, np.ndarray, np.generic)) for x in xs) else jnp
