@@ -71,6 +71,15 @@ class Mask(Node):
     def __or__(self, other: "Mask") -> "Mask":
         return Or(_parts(self, Or) + _parts(_checked_mask(other, "|"), Or))
 
+    # NumPy would otherwise combine an array with a Mask element by element.
+    __array_ufunc__ = None
+
+    def __bool__(self):
+        raise TypeError(
+            f"a {type(self).__name__} is not True or False. Combine masks by `&` and `|`, not by `and` and `or`; ask for a"
+            " missing one with `mask is None`."
+        )
+
     def __rand__(self, other: Any) -> "Mask":
         return _checked_mask(other, "&") & self
 
@@ -182,6 +191,8 @@ def _parts(mask, kind):
 def _checked_mask(x, operator):
     if isinstance(x, Mask):
         return x
+    if isinstance(x, type) and issubclass(x, Mask):
+        raise TypeError(f"a Mask {operator} the class {x.__name__}: make a mask of it, {x.__name__}(...).")
     raise TypeError(
         f"a Mask {operator} {type(x).__name__} has no meaning. Wrap a bool array as pallas_fa.masks.Dense(array) first."
     )

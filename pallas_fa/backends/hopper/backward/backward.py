@@ -20,11 +20,11 @@ from pallas_fa.backends.hopper.backward.plan import Plan, passes
 from pallas_fa.backends.hopper.backward.preprocess import row_starts
 from pallas_fa.backends.hopper.backward.tile import score_pullback
 from pallas_fa.backends.hopper.config import SHARED_MEMORY
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores import float_arrays
 
 
-def supports_backward(problem: Problem) -> str | None:
+def why_no_backward(problem: Problem) -> str | None:
     """None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason why not."""
     for gives in passes(problem):
         plans = Plan.candidates(problem, gives, interpret=False)
@@ -55,23 +55,10 @@ def _why_not_score(problem):
 
 
 def backward(
-    problem: Problem,
-    q: Any,
-    k: Any,
-    v: Any,
-    score: Any,
-    mask: Any,
-    out: Any,
-    lse: Any,
-    d_out: Any,
-    d_lse: Any,
-    *,
-    interpret: bool = False,
-) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """(dq, dk, dv, gradients of the score's float arrays in the order of its leaves), each in its array's dtype.
-
-    `interpret`: for JAX's GPU interpret mode.
-    """
+    problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, *, interpret: bool = False
+) -> tuple[Any, ...]:
+    """The gradients of `operands.differentiable`, each in its array's dtype. `interpret`: for JAX's GPU interpret mode."""
+    (q, k, v, score, mask), out, lse = residuals
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     start, delta = row_starts(problem, mask, out, lse, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them.
@@ -80,8 +67,7 @@ def backward(
     for gives in passes(problem):
         plan = Plan.of(problem, gives, interpret)
         found |= _run(plan, q, k, v, d_out, start, delta, score, mask, zero)
-    arrays = tuple(found[i] for i in range(len(float_arrays(score))))
-    return found["dq"], found["dk"], found["dv"], arrays
+    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score))))
 
 
 def _run(plan, q, k, v, d_out, start, delta, score, mask, zero) -> dict[Any, Any]:

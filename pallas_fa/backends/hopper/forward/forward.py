@@ -22,11 +22,12 @@ from pallas_fa.backends.hopper.forward.load import Load, wait_for_the_rest
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.backends.hopper.tiles import rounded
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem
 
 
-def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, interpret: bool = False):
+def forward(problem: Problem, operands: Operands, *, interpret: bool = False) -> tuple[Any, Any]:
     """(out [B, T, N, Hv], log-sum-exp [B, T, N] float32). `interpret`: for JAX's GPU interpret mode."""
+    q, k, v, score, mask = operands
     plan = ForwardPlan.of(problem, score, mask, interpret)
     dims, config = problem.dims, plan.config
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
