@@ -81,8 +81,8 @@ def explain(problem: Problem, implementation: Any) -> str:
         lines.append(f"{backend.name}: {verdict}")
     if problem.dims.T == 1 < problem.dims.S and any(map(_is_top_left, parts_of(problem.mask, Causal))):
         lines.append(
-            "note: with one query, is_causal=True (Causal() aligned top-left) reads key 0 only. To read a cache of keys, pass"
-            ' mask=masks.Causal(align="bottom_right") with key_value_seq_lengths, or no causal mask.'
+            "note: with one query, is_causal=True (Causal() aligned top-left) reads key 0 only. To read a cache of keys,"
+            ' pass mask=masks.Causal(align="bottom_right") with key_value_seq_lengths, or no causal mask.'
         )
     return "\n".join(lines)
 

@@ -154,9 +154,9 @@ class Or(Mask):
         best_lo, best_hi = getattr(self.parts[0], question)(lo, hi)
         for part in self.parts[1:]:
             a, b = getattr(part, question)(lo, hi)
-            longer = (
-                b // 2 - a // 2 > best_hi // 2 - best_lo // 2
-            )  # halves: -UNBOUNDED to UNBOUNDED is too far for int32
+            # Halves: -UNBOUNDED to UNBOUNDED is too far for int32.
+            length, best = intervals.of_one_rank(b // 2 - a // 2, best_hi // 2 - best_lo // 2)
+            longer = length > best
             best_lo, best_hi = intervals.where(longer, a, best_lo), intervals.where(longer, b, best_hi)
         return best_lo, best_hi
 
