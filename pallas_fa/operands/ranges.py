@@ -1,4 +1,4 @@
-"""Former names of `intervals`, for the kernels, until these follow."""
+"""Former names in `intervals`, which the kernels still use."""
 
 from pallas_fa.operands.intervals import UNBOUNDED as FAR  # noqa: F401
 from pallas_fa.operands.intervals import Range as Range

@@ -1,4 +1,4 @@
-"""Attention in plain JAX, in chunks: any platform, any float dtype, O(T) memory."""
+"""The `xla` backend: attention in plain JAX, in chunks; any platform, any float dtype, O(T) memory."""
 
 from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support
 from pallas_fa.backends.xla import attention
