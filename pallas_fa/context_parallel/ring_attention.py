@@ -80,10 +80,10 @@ def ring_attention(
       mask: bool, broadcastable to [*B, N, T/R, S], ordered like `bias`; or a `pallas_fa.masks.Mask`, whose arrays also have
         this device's rows and all columns.
       axis_name: the mesh axis, one name, over which the sequence is sharded.
-      placement: the order of the sequence on the devices. Required, since another order than the keys have gives wrong
-        results without an error. "zigzag": the sequence is split into 2R blocks, and device i holds blocks i and 2R - 1 - i.
-        Every device then has equal work under a causal mask. `to_zigzag` permutes a whole array to this order. "contiguous":
-        device i holds the i-th of R shards. Better for a causal window, since the ring stops where the window ends.
+      placement: the order of the sequence on the devices. Required: the wrong one gives wrong results without an error.
+        "zigzag": the sequence is split into 2R blocks, and device i holds blocks i and 2R - 1 - i. Every device then has
+        equal work under a causal mask. `to_zigzag` permutes a whole array to this order. "contiguous": device i holds the
+        i-th of R shards. Better for a causal window, since the ring stops where the window ends.
       query_seq_lengths: int [*B], lengths of the whole sequences.
       key_value_seq_lengths: int [*B], lengths of the whole sequences.
       query_segment_ids: int [*B, T/R], this device's shard.
