@@ -21,6 +21,7 @@ from benchmarks import measure, progress, rows
 from benchmarks.implementations import Implementation
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, suites
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.backward import plan as backward_plan
 from pallas_fa.backends.hopper.config import Config
 from pallas_fa.backends.hopper.forward import plan as forward_plan
@@ -72,8 +73,8 @@ def table_config(workload: Workload, direction: str) -> Any:
     """What the tables choose; where the backward takes several passes, for the first of them."""
     problem = problem_of(workload)
     if direction == "forward":
-        return forward_plan.ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).config
-    return backward_plan.Plan.of(problem, backward_plan.passes(problem)[0], interpret=False).config
+        return forward_plan.ForwardPlan.of(problem, Gpu.visible()).config
+    return backward_plan.Plan.of(problem, backward_plan.passes(problem)[0], Gpu.visible()).config
 
 
 def problem_of(workload: Workload) -> Problem:

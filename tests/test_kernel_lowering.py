@@ -15,6 +15,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig, forward_configs
 from tests import cases
 from tests.cases import Case
@@ -107,7 +108,7 @@ CONFIGS = sorted(
         for dim in (64, 128, 192, 256)
         for length in (1024, 2**14)
         for flags in itertools.product((True, False), repeat=3)
-        for config in forward_configs(dim, dim, length, MANY, *flags)
+        for config in forward_configs(dim, dim, length, MANY, *flags, gpu=Gpu.visible())
     },
     key=str,
 )
@@ -122,7 +123,9 @@ def test_every_configuration_of_the_tables_lowers(dim, config):
 @pytest.mark.parametrize(("heads", "pairs"), [(1, 0), (16, 0), (33, 1), (66, 2), (132, 4), (MANY, 4)])
 def test_no_more_pairs_than_keep_multiprocessors_busy(heads, pairs):
     """At 1024 queries there are 8 blocks of queries for each head, for 132 multiprocessors."""
-    assert forward_configs(128, 128, 1024, heads, alike=False, from_table=True, packed=True)[0].pairs == pairs
+    flags = dict(alike=False, from_table=True, packed=True)
+    gpu = Gpu("9.0", 132, 227 * 1024)
+    assert forward_configs(128, 128, 1024, heads, **flags, gpu=gpu)[0].pairs == pairs
 
 
 def test_sizes_past_two_to_the_31_lower():

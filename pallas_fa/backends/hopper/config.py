@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-SHARED_MEMORY = 227 * 1024 - 512  # of a block on compute capability 9.0, less what barriers and alignment take
-MULTIPROCESSORS = 132  # of an H100 or H200 SXM; each runs one block of threads at a time
+from pallas_fa.backends.gpu.device import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ForwardConfig:
 
 
 def forward_configs(
-    head_dim: int, value_dim: int, length: int, heads: int, alike: bool, from_table: bool, packed: bool
+    head_dim: int, value_dim: int, length: int, heads: int, alike: bool, from_table: bool, packed: bool, gpu: Gpu
 ) -> tuple[ForwardConfig, ...]:
     """Tiles for padded head dims of q, k and of v, multiples of 64; the first that fits shared memory is the best.
 
@@ -66,11 +65,11 @@ def forward_configs(
     small = Config(2, 64), Config(1, 64)
     if widest <= 64:
         if packed:  # 1.39 times as fast as three warpgroups, documents of 1024
-            return _with_pairs(Config(2, takes_turns=True, head_section=16), (4, 2, 1, 0), length, heads), *small
+            return _with_pairs(Config(2, takes_turns=True, head_section=16), (4, 2, 1, 0), length, heads, gpu), *small
         best = Config(3, pin_softmax=False, takes_turns=True, head_section=16)
         # Pairs spill registers under a causal mask, and lose; but all of a head is 1.05 times as fast at 1024 queries.
         whole = 960 < length <= 1024 and not alike and not from_table
-        return _with_pairs(best, (3, 0) if whole else (0,), length, heads), Config(2, takes_turns=True), *small
+        return _with_pairs(best, (3, 0) if whole else (0,), length, heads, gpu), Config(2, takes_turns=True), *small
     if widest > 128 and (value_dim > 128 or head_dim > 192):
         return small
     section = 1 if from_table else 8
@@ -83,16 +82,16 @@ def forward_configs(
         pairs = (1, 0) if length <= 8192 else (0,)
     else:  # causal: 1.08 with two pairs at 1024 queries, 1.04 at 2048, 1.00 at 4096
         pairs = (2, 1, 0) if length <= 2048 else (0,)
-    return _with_pairs(best, pairs, length, heads), best, Config(2, pin_softmax=False), *small
+    return _with_pairs(best, pairs, length, heads, gpu), best, Config(2, pin_softmax=False), *small
 
 
-def _with_pairs(config, choices, length, heads):
+def _with_pairs(config, choices, length, heads, gpu):
     """`config` with the one of these numbers of pairs that takes least time, if all blocks of queries take the same."""
     blocks = -(-length // config.block_q)
 
     def time(pairs):
         each = max(1, min(2 * pairs, blocks))
-        rounds = -(-heads * -(-blocks // each) // MULTIPROCESSORS)
+        rounds = -(-heads * -(-blocks // each) // gpu.multiprocessors)
         return rounds * (each + 0.25)  # to start a block of threads has cost a quarter of a block of queries
 
     return dataclasses.replace(config, pairs=min(choices, key=time))

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa import scores
-from pallas_fa.backends.hopper.config import SHARED_MEMORY, Config
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.config import Config
 from pallas_fa.problem import Problem
 
 _MAX_HEAD_DIM = 256
@@ -79,11 +80,16 @@ def _arrays_reason(problem: Problem) -> str | None:
         return None
     from pallas_fa.backends.gpu.arrays import KernelArray
     from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+    from pallas_fa.backends.hopper.tiles import fits
 
     reasons = (KernelArray.of(x).why_not() for x in leaves)
     if reason := next((reason for reason in reasons if reason), None):
         return reason
-    needed = ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).shared_memory()
-    if needed <= SHARED_MEMORY:
+    gpu = Gpu.visible()
+    plan = ForwardPlan.of(problem, gpu)
+    if fits(plan, gpu):
         return None
-    return f"{needed} bytes of shared memory with the arrays of its mask and score; there are {SHARED_MEMORY}"
+    return (
+        f"{plan.shared_memory()} bytes of shared memory with the arrays of its mask and score; there are"
+        f" {gpu.shared_memory}"
+    )

@@ -8,6 +8,7 @@ so that its bounds check may cut rows and columns anywhere and fill what lies ou
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.device import Gpu
+
+_RESERVED = 512  # bytes for barriers and alignment, which `scratch_bytes` leaves out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +97,16 @@ def swizzle(dtype: Any, width: int) -> tuple[Any, ...]:
     width = math.gcd(width, 128)
     tiling = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize))
     return (tiling, plgpu.SwizzleTransform(width)) if width > 16 else (tiling,)
+
+
+def first_that_fits(plans: Sequence[Any], gpu: Gpu) -> Any:
+    """The first of these plans whose CTAs have room in shared memory, or the last, to say how much is missing."""
+    return next((plan for plan in plans if fits(plan, gpu)), plans[-1])
+
+
+def fits(plan: Any, gpu: Gpu) -> bool:
+    """Whether a CTA of this plan has room in shared memory."""
+    return plan.shared_memory() + _RESERVED <= gpu.shared_memory
 
 
 def scratch_bytes(scratch: dict[str, Any]) -> int:

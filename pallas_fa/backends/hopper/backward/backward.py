@@ -13,24 +13,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper.backward import work as backward_work
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import Plan, passes
 from pallas_fa.backends.hopper.backward.preprocess import row_starts
 from pallas_fa.backends.hopper.backward.tile import score_pullback
-from pallas_fa.backends.hopper.config import SHARED_MEMORY
+from pallas_fa.backends.hopper.tiles import fits
 from pallas_fa.problem import Problem
 from pallas_fa.scores import float_arrays
 
 
-def supports_backward(problem: Problem) -> str | None:
+def supports_backward(problem: Problem, gpu: Gpu | None = None) -> str | None:
     """None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason why not."""
+    gpu = gpu or Gpu.visible()
     for gives in passes(problem):
-        plans = Plan.candidates(problem, gives, interpret=False)
+        plans = Plan.candidates(problem, gives, gpu)
         if not plans:
             return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
-        if min(plan.shared_memory() for plan in plans) > SHARED_MEMORY:
+        if not any(fits(plan, gpu) for plan in plans):
             return "the arrays of the mask and the score need more shared memory than the backward kernel has"
         if problem.deterministic_gradients and any(_has_many_terms(plans[0], i) for i in plans[0].added):
             return (
@@ -66,11 +68,12 @@ def backward(
     d_out: Any,
     d_lse: Any,
     *,
+    gpu: Gpu | None = None,
     interpret: bool = False,
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """(dq, dk, dv, gradients of the score's float arrays in the order of its leaves), each in its array's dtype.
 
-    `interpret`: for JAX's GPU interpret mode.
+    `gpu`: the one that the kernels are for; None for the visible one. `interpret`: for JAX's GPU interpret mode.
     """
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     start, delta = row_starts(problem, mask, out, lse, d_out, d_lse, factor)
@@ -78,7 +81,7 @@ def backward(
     zero, start = lax.optimization_barrier((jnp.float32(0), start))
     found = {}
     for gives in passes(problem):
-        plan = Plan.of(problem, gives, interpret)
+        plan = Plan.of(problem, gives, gpu or Gpu.visible(), interpret)
         found |= _run(plan, q, k, v, d_out, start, delta, score, mask, zero)
     arrays = tuple(found[i] for i in range(len(float_arrays(score))))
     return found["dq"], found["dk"], found["dv"], arrays

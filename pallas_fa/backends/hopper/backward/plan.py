@@ -12,10 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa import masks
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.arrays import KernelArray
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.accumulators import TensorCore
-from pallas_fa.backends.hopper.config import MULTIPROCESSORS, SHARED_MEMORY, BackwardConfig, backward_configs, named_or
+from pallas_fa.backends.hopper.config import BackwardConfig, backward_configs, named_or
 from pallas_fa.backends.hopper.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.backends.hopper.tiles import Tiles, alike, rounded, scratch_bytes, swizzle
+from pallas_fa.backends.hopper.tiles import Tiles, alike, first_that_fits, rounded, scratch_bytes, swizzle
 from pallas_fa.operands import ranges
 from pallas_fa.problem import Problem
 
@@ -62,10 +63,11 @@ class Plan:
     own_b: Tiles
     other_a: Tiles
     other_b: Tiles
+    gpu: Gpu
     interpret: bool
 
     @classmethod
-    def candidates(cls, problem: Problem, gives: tuple[str, ...], interpret: bool) -> list["Plan"]:
+    def candidates(cls, problem: Problem, gives: tuple[str, ...], gpu: Gpu, interpret: bool = False) -> list["Plan"]:
         """A plan for each configuration that may do; the best comes first."""
         T, S = problem.dims.T, problem.dims.S
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
@@ -89,14 +91,13 @@ class Plan:
             from_table=bool(jax.tree.leaves(problem.mask)),
         )
         configs = named_or(problem.config, "backward", table)
-        plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, interpret) for c in configs)
+        plans = (cls(problem, gives, c, arrays, tuple(differentiated), tree, *sides, gpu, interpret) for c in configs)
         return [plan for plan in plans if plan.can_share_dq]
 
     @classmethod
-    def of(cls, problem: Problem, gives: tuple[str, ...], interpret: bool) -> "Plan":
+    def of(cls, problem: Problem, gives: tuple[str, ...], gpu: Gpu, interpret: bool = False) -> "Plan":
         """The best plan that fits shared memory."""
-        plans = cls.candidates(problem, gives, interpret)
-        return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
+        return first_that_fits(cls.candidates(problem, gives, gpu, interpret), gpu)
 
     @property
     def tensor_core(self) -> TensorCore:
@@ -195,7 +196,7 @@ class Plan:
     @property
     def _heads_at_once(self) -> int:
         """Heads whose blocks fill the GPU once."""
-        return max(1, MULTIPROCESSORS // self.blocks)
+        return max(1, self.gpu.multiprocessors // self.blocks)
 
     @functools.cached_property
     def by_tile(self) -> bool:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import Load, wait_for_the_rest
@@ -25,9 +26,14 @@ from pallas_fa.backends.hopper.tiles import rounded
 from pallas_fa.problem import Problem
 
 
-def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, interpret: bool = False):
-    """(out [B, T, N, Hv], log-sum-exp [B, T, N] float32). `interpret`: for JAX's GPU interpret mode."""
-    plan = ForwardPlan.of(problem, score, mask, interpret)
+def forward(
+    problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, *, gpu: Gpu | None = None, interpret: bool = False
+):
+    """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
+
+    `gpu`: the one that the kernel is for; None for the visible one. `interpret`: for JAX's GPU interpret mode.
+    """
+    plan = ForwardPlan.of(problem, gpu or Gpu.visible(), interpret)
     dims, config = problem.dims, plan.config
     arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
     if mask is not None and plan.visit_table:

@@ -12,9 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa import masks
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.arrays import KernelArray
-from pallas_fa.backends.hopper.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.config import ForwardConfig, forward_configs, named_or
 from pallas_fa.backends.hopper.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.backends.hopper.tiles import Tiles, alike, rounded, scratch_bytes
+from pallas_fa.backends.hopper.tiles import Tiles, alike, first_that_fits, rounded, scratch_bytes
 from pallas_fa.problem import Problem
 
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
@@ -36,8 +37,9 @@ class ForwardPlan:
     interpret: bool
 
     @classmethod
-    def of(cls, problem: Problem, score: Any, mask: Any, interpret: bool) -> "ForwardPlan":
+    def of(cls, problem: Problem, gpu: Gpu, interpret: bool = False) -> "ForwardPlan":
         """The plan of a call, with the tiles that it names, or the first of the table that fit shared memory."""
+        score, mask = problem.score, problem.mask
         T, S = problem.dims.T, problem.dims.S
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         q, k, v, out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
@@ -48,10 +50,10 @@ class ForwardPlan:
         visit_table = bool(jax.tree.leaves(mask))
         heads, is_alike = problem.dims.B * problem.dims.N, _is_alike(problem, score, mask)
         packed = bool(masks.parts_of(mask, masks.Segments))
-        table = forward_configs(q.padded_dim, v.padded_dim, T, heads, is_alike, visit_table, packed)
+        table = forward_configs(q.padded_dim, v.padded_dim, T, heads, is_alike, visit_table, packed, gpu)
         configs = named_or(problem.config, "forward", table)
         plans = [cls(problem, c, arrays, tree, q, k, v, out, visit_table, interpret) for c in configs]
-        return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
+        return first_that_fits(plans, gpu)
 
     @property
     def blocks(self) -> int:
