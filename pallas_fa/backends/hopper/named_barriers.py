@@ -53,20 +53,3 @@ class NamedBarrier:
 
         run: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(bar)
         run(jnp.int32(self.first) + i)
-
-
-def fence_for_async_copies(interpret: bool) -> None:
-    """Makes what this thread wrote to shared memory visible to TMA and tensor cores, after the next barrier.
-
-    `plgpu.commit_smem` does that too, and makes the warpgroup wait for itself besides.
-    """
-    if interpret:
-        plgpu.commit_smem()
-        return
-
-    def fence(_):
-        text = "fence.proxy.async.shared::cta;"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-
-    run: Any = plgpu.inline_mgpu()(fence)
-    run()

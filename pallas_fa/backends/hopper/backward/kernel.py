@@ -22,8 +22,9 @@ from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.hopper.backward import memory, work
 from pallas_fa.backends.hopper.backward.plan import Plan
 from pallas_fa.backends.hopper.backward.tile import PER_OTHER, PER_OWN, TILE, Step, TileOfLogits
-from pallas_fa.backends.hopper.named_barriers import fence_for_async_copies
 from pallas_fa.backends.hopper.registers import anew
+from pallas_fa.backends.hopper.tma import add_to_gmem, fence_async_proxy
+from pallas_fa.backends.hopper.wgmma import Wgmma
 
 
 def kernel(plan: Plan, *refs: Any, **scratch: Any) -> None:
@@ -58,7 +59,7 @@ class _Compute:
 
     def __init__(self, plan, block, wg, gmem, scratch):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.core = plan.tensor_core
+        self.wgmma = Wgmma(plan.interpret)
         self.barriers = plan.barriers(scratch)
         self.rows = pl.ds(wg * 64, 64)
         matrix = lambda name: getattr(plan, name).views(scratch[f"{name}_smem"])[0]
@@ -88,7 +89,7 @@ class _Compute:
             if plan.interpret and gives:
                 stand_ins += [scratch[f"d_{name}_stand_in"].at[self.wg, i] for i in range(tiles.chunks)]
         shapes = [(64, tiles.chunk) for tiles in given for _ in range(tiles.chunks)]
-        results = list(self.core.across_loops(steps, stand_ins, *shapes))
+        results = list(self.wgmma.across_loops(steps, stand_ins, *shapes))
         d_a = [results.pop(0) for _ in range(plan.own_a.chunks)] if plan.gives_a else None
         self._store(d_a, results)
 
@@ -182,7 +183,7 @@ class _Compute:
 
     def _step(self, at, done, sums, a_accs, b_accs):
         """One tile of the other sequence: adds to the accumulators, to `sums` (returned) and, through memory, to dQ."""
-        plan, core = self.plan, self.core
+        plan, wgmma = self.plan, self.wgmma
         wg = anew(self.wg, plan.interpret)
         rows = pl.ds(wg * 64, 64)
         slot_a, slot_b = self._arrived(done)
@@ -193,11 +194,11 @@ class _Compute:
         p, ds, sums = self._logits(at, rows, slot_a, slot_b, other_a, other_b, sums)
         release_a, release_b = self._releases(slot_a, slot_b)
         if not plan.fused:
-            self._times(b_accs, p, other_b)
-            self._times(a_accs, ds, other_a)
-            core.wait(len(a_accs))
+            wgmma.weighted_sums(b_accs, p, other_b)
+            wgmma.weighted_sums(a_accs, ds, other_a)
+            wgmma.wait(len(a_accs))
             release_b()
-            core.wait(0)
+            wgmma.wait(0)
             release_a()
             return sums
 
@@ -205,14 +206,14 @@ class _Compute:
         # For dV first: measured better where the mask cuts, worse where it does not.
         dv_first = plan.problem.mask is not None
         if dv_first:
-            self._times(b_accs, p, other_b)
+            wgmma.weighted_sums(b_accs, p, other_b)
         ds_smem[rows] = ds
         if not dv_first:
-            self._times(b_accs, p, other_b)
-        fence_for_async_copies(plan.interpret)
+            wgmma.weighted_sums(b_accs, p, other_b)
+        fence_async_proxy(plan.interpret)
         self.barriers["wgs_meet"].wait()
         self._add_dq(wg, done, ds_smem, a_accs, ds, other_a, release_b)
-        core.wait(0)  # dK is done
+        wgmma.wait(0)  # dK is done
         release_a()
         return sums
 
@@ -225,7 +226,7 @@ class _Compute:
             ds_smem = self._ds_smem(done)
             zeros = jnp.zeros((64, plan.config.width), plan.problem.dtype)
             ds_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
-            fence_for_async_copies(plan.interpret)
+            fence_async_proxy(plan.interpret)
             self.barriers["wgs_meet"].wait()
             self._add_dq(wg, done, ds_smem, (), None, None, release_b)
         else:
@@ -255,7 +256,7 @@ class _Compute:
 
     def _add_dq(self, wg, done, ds_smem, a_accs, ds, other_a, release_b):
         """dQ = dS K, staged for a store warp, and under it the matmul of dK, which stays under way."""
-        plan, core, wgs = self.plan, self.core, self.plan.config.compute_wgs
+        plan, wgmma, wgs = self.plan, self.wgmma, self.plan.config.compute_wgs
         if plan.dq_by_rows:
             ds_smem = ds_smem.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else ds_smem
             keys = [self.own_a.at[i] for i in range(plan.own_a.chunks)]
@@ -266,27 +267,22 @@ class _Compute:
 
         def dq(*dq_accs):
             for acc, k in zip(dq_accs, keys, strict=True):
-                core.matmul(acc, ds_smem, k, transpose_a=True)
-            core.wait(len(keys))  # dV is done
+                wgmma.matmul(acc, ds_smem, k, transpose_a=True)
+            wgmma.wait(len(keys))  # dV is done
             release_b()
-            self._times(a_accs, ds, other_a)
-            return tuple(core.result(acc, len(a_accs)) for acc in dq_accs)
+            wgmma.weighted_sums(a_accs, ds, other_a)
+            return tuple(wgmma.result(acc, len(a_accs)) for acc in dq_accs)
 
-        parts = core.scoped(dq, *((64, k.shape[1]) for k in keys))
+        parts = wgmma.scoped(dq, *((64, k.shape[1]) for k in keys))
         self.barriers["dq_free"].wait(wg)
         for i, x in enumerate(parts):
             self.scratch["dq_smem"][wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
-        fence_for_async_copies(plan.interpret)
+        fence_async_proxy(plan.interpret)
         self.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(self.plan.store_warps)) * wgs + wg)
-
-    def _times(self, accs, a, tiles):
-        """accs += a tiles, chunk by chunk."""
-        for i, acc in enumerate(accs):
-            self.core.matmul(acc, a, tiles.at[i])
 
     def _logits(self, at, rows, slot_a, slot_b, other_a, other_b, sums):
         """(P, dS) as operands of matmuls, None where not needed, and `sums` with the gradients of this tile."""
-        plan, core, scratch = self.plan, self.core, self.scratch
+        plan, wgmma, scratch = self.plan, self.wgmma, self.scratch
         shape, dtype = (64, plan.config.width), plan.problem.dtype
 
         def statistic(name, slot):
@@ -301,12 +297,11 @@ class _Compute:
                 s_acc[...] = statistic("start", slot_a)
             if plan.gives_a:
                 dp_acc[...] = statistic("delta", slot_b)
-            for i in range(plan.own_a.chunks):
-                core.matmul(s_acc, self.own_a.at[i, rows], other_a.at[i], transpose_b=True)
+            wgmma.inner_products(s_acc, [self.own_a.at[i, rows] for i in range(plan.own_a.chunks)], other_a)
             if plan.gives_a:
-                for i in range(plan.own_b.chunks):
-                    core.matmul(dp_acc, self.own_b.at[i, rows], other_b.at[i], transpose_b=True)
-            s = core.result(s_acc, plan.own_b.chunks if plan.gives_a else 0)
+                own_b = [self.own_b.at[i, rows] for i in range(plan.own_b.chunks)]
+                wgmma.inner_products(dp_acc, own_b, other_b)
+            s = wgmma.result(s_acc, plan.own_b.chunks if plan.gives_a else 0)
             tile = TileOfLogits.load(plan, at, self.gmem.arrays, scratch, slot_a)
             if plan.scored:
                 x = s * plan.problem.scale
@@ -318,7 +313,7 @@ class _Compute:
             p_operand = p.astype(dtype) if plan.gives_b else None
             if not plan.gives_a:
                 return p_operand, None, sums
-            ds = p * core.result(dp_acc, 0)
+            ds = p * wgmma.result(dp_acc, 0)
             if plan.has_padding or plan.scored:
                 ds = tile.zero_where_masked(ds)  # behind the mask there may be NaN, and 0 * NaN is NaN
             new_sums = sums
@@ -327,7 +322,7 @@ class _Compute:
                 new_sums = self._add_gradients(at, gradients, sums)
             return p_operand, ds.astype(dtype), new_sums
 
-        return core.scoped(body, *(shape,) * (2 if plan.gives_a else 1))
+        return wgmma.scoped(body, *(shape,) * (2 if plan.gives_a else 1))
 
     def _add_gradients(self, at, gradients, sums):
         """`sums` with the gradients of a tile; those of tiles are added in device memory."""
@@ -343,7 +338,7 @@ class _Compute:
         for i in plan.added:
             lead = (at.b, at.n) if plan.interpret else plan.arrays[i].index(at.b, at.n)
             target = self.gmem.added[i].at[(*lead, pl.ds(at.own, 64), pl.ds(at.other, plan.config.width))]
-            plan.tensor_core.store_add(self.scratch[f"gradient{i}_smem"].at[self.wg], target)
+            add_to_gmem(self.scratch[f"gradient{i}_smem"].at[self.wg], target, plan.interpret)
         return sums
 
     # ---- padding ----

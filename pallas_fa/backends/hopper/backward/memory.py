@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.hopper.backward import first_store, work
 from pallas_fa.backends.hopper.backward.plan import Plan
 from pallas_fa.backends.hopper.backward.work import Block
+from pallas_fa.backends.hopper.tma import add_to_gmem
 
 
 class Refs(NamedTuple):
@@ -130,7 +131,7 @@ def store_dq(plan: Plan, block: Block, turn: Any, gmem: Refs, scratch: dict[str,
             lax.cond(
                 is_first,
                 lambda wg=wg, dq=dq: plgpu.copy_smem_to_gmem(dq_smem.at[wg], dq),
-                lambda wg=wg, dq=dq: plan.tensor_core.store_add(dq_smem.at[wg], dq),
+                lambda wg=wg, dq=dq: add_to_gmem(dq_smem.at[wg], dq, plan.interpret),
             )
         for wg in range(wgs):
             plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)

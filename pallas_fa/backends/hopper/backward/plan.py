@@ -13,7 +13,6 @@ from pallas_fa import masks
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.arrays import KernelArray
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.hopper.accumulators import TensorCore
 from pallas_fa.backends.hopper.config import BackwardConfig, backward_configs, named_or
 from pallas_fa.backends.hopper.named_barriers import FIRST_FREE, NamedBarrier
 from pallas_fa.backends.hopper.tiles import Tiles, alike, first_that_fits, rounded, scratch_bytes, swizzle
@@ -98,10 +97,6 @@ class Plan:
     def of(cls, problem: Problem, gives: tuple[str, ...], gpu: Gpu, interpret: bool = False) -> "Plan":
         """The best plan that fits shared memory."""
         return first_that_fits(cls.candidates(problem, gives, gpu, interpret), gpu)
-
-    @property
-    def tensor_core(self) -> TensorCore:
-        return TensorCore(self.interpret)
 
     @property
     def by_keys(self) -> bool:

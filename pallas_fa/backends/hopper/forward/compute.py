@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu import elementwise, schedule
 from pallas_fa.backends.gpu.elementwise import LOG2E
-from pallas_fa.backends.hopper import tensor_core
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import SUM_COLUMNS, ForwardPlan
+from pallas_fa.backends.hopper.wgmma import Wgmma
 
 _TILE, _PER_QUERY, _PER_KEY = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -27,6 +27,7 @@ class Compute:
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.k, self.v = (getattr(plan, name).views(scratch[f"{name}_smem"])[0] for name in ("k", "v"))
         self.q = plan.q.views(scratch["q_smem"])[0].at[wg]
+        self.wgmma = Wgmma(plan.interpret)
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
@@ -74,7 +75,7 @@ class Compute:
 
     def _attend(self):
         if self.plan.config.q_in_registers:
-            self.q = tensor_core.in_registers(self.q, self.plan.interpret)
+            self.q = self.wgmma.left_operand(self.q)
         steps, cut_first = self.steps, not schedule.is_equal(self.steps.cut_end, 0)
         carry = self._first_step(steps.first, cut_first)
         after_first = steps.first + 1
@@ -93,7 +94,13 @@ class Compute:
         plan, scratch, slot = self.plan, self.scratch, self._slot(i)
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         self._wait_turn()
-        x = tensor_core.logits(self.q, self.k.at[slot], self._pass_turn)
+
+        def logits(x_acc):
+            self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
+            self._pass_turn()
+            return self.wgmma.result(x_acc, in_flight=0)
+
+        x = self.wgmma.scoped(logits, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
@@ -110,7 +117,12 @@ class Compute:
         plan, scratch = self.plan, self.scratch
         k_slot, v_slot = self._slot(i), self._slot(i - 1)
 
-        def under(x):
+        def matmuls(accs, x_acc):
+            self.wgmma.inner_products(x_acc, self.q, self.k.at[k_slot])
+            plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
+            self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
+            self._pass_turn()
+            x = self.wgmma.result(x_acc, in_flight=len(accs))
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
             results = _softmax(plan, *self._scored(x, i, cut), m, l, cut)
             if plan.config.pin_softmax:
@@ -121,11 +133,7 @@ class Compute:
         self._wait_turn()
         like_p = plgpu.layout_cast(jnp.zeros(p.shape, jnp.float32), _TILE)
         like = (l, like_p, m, m) if plan.shifts else (l, like_p)
-        acc, (l, p, *shift) = tensor_core.logits_over_accumulate(
-            self.q, self.k.at[k_slot], acc, p, self.v.at[v_slot],
-            v_wait=lambda: plgpu.barrier_wait(scratch["v_ready"].at[v_slot]),
-            issued=self._pass_turn, under=under, like=like, interpret=plan.interpret,
-        )  # fmt: skip
+        acc, (l, p, *shift) = self.wgmma.updated(matmuls, acc, (64, plan.config.block_kv), like=like)
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])
         # Rounded only now: ptxas serialises all matmuls where operands in registers are made while one is in flight.
         if shift:
@@ -139,7 +147,7 @@ class Compute:
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
-        acc = tensor_core.accumulate(acc, p, self.v.at[slot], plan.interpret)
+        acc, _ = self.wgmma.updated(lambda accs: self.wgmma.weighted_sums(accs, p, self.v.at[slot]), acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
 
         total = l.sum(axis=1)
