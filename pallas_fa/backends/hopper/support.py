@@ -79,17 +79,18 @@ def _arrays_reason(problem: Problem) -> str | None:
     if not leaves and problem.config is None:
         return None
     from pallas_fa.backends.gpu.arrays import KernelArray
-    from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-    from pallas_fa.backends.hopper.tiles import fits
+    from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
+    from pallas_fa.backends.hopper.forward.choose import choose
+    from pallas_fa.backends.hopper.forward.scratch import on_gpu
 
     reasons = (KernelArray.of(x).why_not() for x in leaves)
     if reason := next((reason for reason in reasons if reason), None):
         return reason
     gpu = Gpu.visible()
-    plan = ForwardPlan.of(problem, gpu)
-    if fits(plan, gpu):
+    needed = on_gpu(choose(problem, gpu))
+    if fits(needed, gpu):
         return None
     return (
-        f"{plan.shared_memory()} bytes of shared memory with the arrays of its mask and score; there are"
+        f"{scratch_bytes(needed)} bytes of shared memory with the arrays of its mask and score; there are"
         f" {gpu.shared_memory}"
     )
