@@ -85,7 +85,7 @@ def dropout_rate(rate: Any) -> float:
     """`dropout_rate`, checked."""
     if not is_static_number(rate) or not 0 <= rate < 1:
         raise ValueError(
-            f"dropout_rate={rate!r} must be a number in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
+            f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
         )
     return float(rate)
 
