@@ -107,12 +107,12 @@ def attention(ring: Ring, operands: Operands) -> tuple[Any, Any]:
 
 def _keys(ring, operands, segments):
     return _Keys(
-        ring.split(operands.k, 1), ring.split(operands.v, 1), ring.split(segments.kv_ids, 3) if segments else ()
+        ring.split(operands.k, 1), ring.split(operands.v, 1), ring.split(segments.kv_ids, 3) if segments is not None else ()
     )
 
 
 def _query_ids(ring, segments):
-    return ring.split(segments.q_ids, 2) if segments else ()
+    return ring.split(segments.q_ids, 2) if segments is not None else ()
 
 
 def _forward(ring, attend, operands):
