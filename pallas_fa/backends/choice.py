@@ -97,13 +97,14 @@ def _runs_here(backend):
 
 def _remark(problem, backend):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
-    other = _gradients(problem, backend)
     if problem.dropout_rate:
         return ", dropout in plain jnp with the T x S weights in memory"
     if backend.platform is None:
         return ""
-    reason = "forward_mode=True" if problem.forward_mode else backend.supports(problem).backward
-    return where + (f"; {other.name} computes its gradients, because {reason}" if reason else "")
+    reason, other = backend.supports(problem).backward, _gradients(problem, backend).name
+    if problem.forward_mode:
+        reason, other = "forward_mode=True", "xla"
+    return where + (f"; {other} computes its gradients, because {reason}" if reason else "")
 
 
 def _named(implementation, problem) -> tuple[Backend, ...]:

@@ -107,7 +107,9 @@ def attention(ring: Ring, operands: Operands) -> tuple[Any, Any]:
 
 def _keys(ring, operands, segments):
     return _Keys(
-        ring.split(operands.k, 1), ring.split(operands.v, 1), ring.split(segments.kv_ids, 3) if segments is not None else ()
+        ring.split(operands.k, 1),
+        ring.split(operands.v, 1),
+        ring.split(segments.kv_ids, 3) if segments is not None else (),
     )
 
 
