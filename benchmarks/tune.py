@@ -21,7 +21,7 @@ from benchmarks import measure, progress, rows
 from benchmarks.implementations import Implementation
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, suites
-from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.hopper.backward import choose as choose_backward
 from pallas_fa.backends.hopper.backward import plan as backward_plan
 from pallas_fa.backends.hopper.config import Config

@@ -1,4 +1,14 @@
-"""FlashAttention for JAX."""
+"""FlashAttention for JAX: `dot_product_attention`, with the signature of `jax.nn.dot_product_attention` and more.
+
+- `dot_product_attention(query, key, value, ...)`: attention in O(T) memory, forward and backward.
+- `explain(query, key, value, ...)`: which implementation would run these arguments, and why the others would not.
+- `masks`, `scores`: who attends to whom, and what happens to the logits; compose them, or write your own.
+- `context_parallel`: attention to sequences sharded over devices, inside `jax.shard_map`.
+- `nn`: `attention_fn` and modules for Flax linen and Flax nnx; needs Flax.
+"""
+
+import importlib
+from typing import Any
 
 from pallas_fa import context_parallel as context_parallel
 from pallas_fa import masks as masks
@@ -7,3 +17,15 @@ from pallas_fa.api import dot_product_attention as dot_product_attention
 from pallas_fa.api import explain as explain
 
 __version__ = "0.1.0.dev0"
+__all__ = ["context_parallel", "dot_product_attention", "explain", "masks", "scores"]
+_WHEN_NEEDED = ("mosaic_gpu", "nn")  # nn imports Flax, which may not be there
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHEN_NEEDED:
+        return importlib.import_module(f"pallas_fa.{name}")
+    raise AttributeError(f"module 'pallas_fa' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_WHEN_NEEDED, "__version__", "__doc__"])

@@ -17,6 +17,12 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    from tests import layers
+
+    layers.thin(items)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     """xla works in chunks of 64 x 64, so that small cases have several, the last ones overlapping."""

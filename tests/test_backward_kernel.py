@@ -17,17 +17,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu import named_barriers
-from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
-from pallas_fa.backends.hopper.backward.backward import backward, supports_backward
+from pallas_fa.backends.hopper.backward.backward import backward, why_no_backward
 from pallas_fa.backends.hopper.backward.choose import choose
 from pallas_fa.backends.hopper.backward.plan import passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
 from pallas_fa.backends.hopper.config import BackwardConfig, Config
 from pallas_fa.backends.xla import attention as xla
-from pallas_fa.problem import normalise
-from pallas_fa.scores.base import float_arrays
+from pallas_fa.problem import Residuals, normalise
 from tests import cases
 from tests.cases import Case
 from tests.lowering import kernels
@@ -82,22 +81,27 @@ def problem_of(case, keywords, qkv=None):
     return normalise(*(qkv or inputs.qkv), **inputs.keywords(inputs.arrays), **keywords)
 
 
-def interpreted(problem, operands, *residuals, gpu=GPU):
+def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU):
     """The gradients, and whether races were found."""
     # Its only door is private: pallas has no public name for what the race detector found.
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(backward(problem, *operands, *residuals, gpu=gpu, interpret=True))
+        residuals = Residuals(operands, out, lse)
+        results = jax.block_until_ready(backward(problem, residuals, d_out, d_lse, gpu=gpu, interpret=True))
         return results, gpu_callbacks.get_races().races_found
 
 
 def residuals_of(case, problem, operands):
     """(out, lse, d_out, d_lse)"""
     inputs = case.inputs()
-    out, lse = xla.forward(problem, *operands)
+    out, lse = xla.forward(problem, operands)
     return out, lse, jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
+
+
+def xla_gradients(problem, operands, out, lse, d_out, d_lse):
+    return xla.backward(problem, Residuals(operands, out, lse), d_out, d_lse)
 
 
 def as_float32(tree):
@@ -157,14 +161,12 @@ def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warp
 def is_right_and_free_of_races(case, keywords, gpu=GPU):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
-    assert supports_backward(problem) is None
+    assert why_no_backward(problem) is None
     gradients, races = interpreted(problem, operands, *residuals, gpu=gpu)
     assert not races
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
-    truth = xla.backward(exact, *as_float32(operands), *as_float32(residuals))
-    for ours, true, like in zip(
-        *map(jax.tree.leaves, (gradients, truth, (operands[:3], float_arrays(operands.score)))), strict=True
-    ):
+    truth = xla_gradients(exact, as_float32(operands), *as_float32(residuals))
+    for ours, true, like in zip(gradients, truth, operands.differentiable, strict=True):
         assert ours.shape == like.shape
         assert ours.dtype == like.dtype
         error = np.linalg.norm(np.asarray(ours, np.float32) - true) / (np.linalg.norm(true) + 1e-20)
@@ -217,7 +219,7 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
     problem, with_bias = problem_of(case, {"bias": bias})
     ours, races = interpreted(problem, with_bias, *residuals)
     assert not races
-    for ours_x, true in zip(ours[:3], xla.backward(causal, *operands, *residuals)[:3], strict=True):
+    for ours_x, true in zip(ours[:3], xla_gradients(causal, operands, *residuals)[:3], strict=True):
         true = np.asarray(true, np.float32)
         assert np.linalg.norm(np.asarray(ours_x, np.float32) - true) < 1e-2 * np.linalg.norm(true)
 
@@ -250,7 +252,7 @@ def test_what_is_in_the_gradient_of_an_empty_rows_lse_is_harmless(implementation
     def gradients(at_empty):
         residuals = out, lse, d_out, d_lse.at[:, 0].set(at_empty)
         if implementation == "xla":
-            return xla.backward(problem, *operands, *residuals)
+            return xla_gradients(problem, operands, *residuals)
         return interpreted(problem, operands, *residuals)[0]
 
     for zero, nan in zip(*(jax.tree.leaves(gradients(x)) for x in (0, jnp.nan)), strict=True):
@@ -279,10 +281,10 @@ def lower_backward(case, **keywords):
 
     def fn(q, k, v, arrays, out, lse, d_out, d_lse):
         problem, operands = normalise(q, k, v, **inputs.keywords(arrays), **keywords)
-        reason = supports_backward(problem)
+        reason = why_no_backward(problem)
         if reason is not None:
             raise NotImplementedError(reason)
-        return backward(problem, *operands, out, lse, d_out, d_lse)
+        return backward(problem, Residuals(operands, out, lse), d_out, d_lse)
 
     B, T, N = inputs.d_lse.reshape(-1, *inputs.d_lse.shape[-2:]).shape
     like = functools.partial(jax.ShapeDtypeStruct, (B, T, N, case.Hv), inputs.d_out.dtype)

@@ -70,7 +70,7 @@ def interpreted(problem, operands):
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(forward.forward(problem, *operands, interpret=True))
+        results = jax.block_until_ready(forward.forward(problem, operands, interpret=True))
         return results, gpu_callbacks.get_races().races_found
 
 
@@ -84,7 +84,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     problem, operands = problem_of(*CASES[name])
     (out, lse), races = interpreted(problem, operands)
     assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, *operands))
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
     # One rounding of p and one of the result, to bfloat16.
     np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
     error = np.linalg.norm(np.asarray(out, np.float32) - true_out) / np.linalg.norm(true_out)
@@ -101,7 +101,7 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
     problem, operands = normalise(*inputs.qkv, bias=bias, config=TWO)
     (out, lse), races = interpreted(problem, operands)
     assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, *operands))
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
     np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
 

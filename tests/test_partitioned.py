@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa import masks, scores
-from pallas_fa.backends import dispatch
+from pallas_fa.backends import choice, hopper
+from pallas_fa.backends import xla as xla_backend
+from pallas_fa.backends.record import Backend
 from pallas_fa.backends.xla import attention as xla
-from pallas_fa.problem import normalise
+from pallas_fa.problem import Residuals, normalise
 from pallas_fa.sharding import partitioned
-from pallas_fa.sharding.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare
+from pallas_fa.sharding.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare, letters_of_operands
 from pallas_fa.sharding.mesh_axes import PartOfAnAxis, axes_by_dim
 from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
@@ -36,13 +38,16 @@ HEADS = P("data", None, "model")
 @pytest.fixture
 def shared(monkeypatch):
     """'xla' as the kernels are called: a black box that each device runs on its shard."""
-    one = dispatch.Implementation("xla", partitioned.forward(xla.forward), partitioned.backward(_backward))
-    monkeypatch.setitem(dispatch._PORTABLE, "xla", one)
+    forward, backward = partitioned.forward(xla.forward), partitioned.backward(_backward)
+    others = [backend for backend in choice.backends() if backend.name != "xla"]
+    monkeypatch.setattr(
+        choice, "backends", lambda: (*others, Backend("xla", xla_backend.BACKEND.supports, forward, backward))
+    )
 
 
-def _backward(problem, *operands):
+def _backward(problem, residuals, d_out, d_lse):
     """As in the kernel, dq is added up in a reference."""
-    dq, *rest = xla.backward(problem, *operands)
+    dq, *rest = xla.backward(problem, residuals, d_out, d_lse)
     sum = jax.new_ref(jnp.zeros_like(dq))
     sum[...] = dq
     return jax.freeze(sum), *rest
@@ -371,19 +376,19 @@ def test_the_kernels_of_one_device_lower(spec):
         axes = (*(() if x is None else (x,) if isinstance(x, str) else x for x in spec), (), (), ())
         share = DeviceShare.of(mesh, problem, dict(zip(OUT, axes, strict=False)), dict.fromkeys(KEY, ()), {})
         call = functools.partial(shards_of, share, problem)
-        kernel = dispatch.choose(problem, "mosaic_gpu")
-        out, lse = call(kernel.forward, operands, (OUT, LSE))
-        return call(kernel.backward, (*operands, out, lse, out, lse), (QUERY, KEY, VALUE, "_NTS", "_N__", "____"))
+        letters = letters_of_operands(operands)
+        out, lse = call(hopper.backend().forward, (operands,), (letters,), (OUT, LSE))
+        arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
+        return call(hopper.backend().backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____"))
 
     assert kernels(run, q, k, k, bias, slopes, allowed) == 2
 
 
-def shards_of(share, problem, kernel, operands, results):
+def shards_of(share, problem, kernel, arguments, letters, results):
     """What each device computes, inside of shard_map, where a kernel runs as it is."""
-    letters = (QUERY, KEY, VALUE, *jax.tree.map(partitioned.letters_of, operands[3:5]), OUT, LSE, OUT, LSE)
-    specs = jax.tree.map(lambda x: P(*share.of_dims(x)), (letters[: len(operands)], results))
-    local = lambda *operands: tuple(share.run(kernel, problem, operands, results))
-    return jax.shard_map(local, mesh=share.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)
+    specs = jax.tree.map(lambda x: P(*share.of_dims(x)), (letters, results))
+    local = lambda *arguments: tuple(share.run(kernel, problem, arguments, results))
+    return jax.shard_map(local, mesh=share.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arguments)
 
 
 # ---- what can't be shared out -------------------------------------------------------------------------------------------

@@ -1,28 +1,137 @@
-"""Every Python block of the README runs as it is written, each on its own."""
+"""The pages: every Python block runs as it is written, each on its own; links lead somewhere; figures are those of rows."""
 
+import json
 import pathlib
 import re
+import tomllib
 
+import jax
 import pytest
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+GUIDES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "models" / "README.md"]
+PAGES = [*GUIDES, *OTHERS, *sorted((ROOT / "docs" / "decisions").rglob("*.md"))]
+# Every other guide shows code.
+WITHOUT_CODE = {"benchmarks.md", "results.md", "scaling.md", "vocabulary.md"}
 
 
-def _blocks():
+def _blocks(page):
     """(line of the first line of code, code) of each ```python block."""
-    text = README.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield text.count("\n", 0, match.start()) + 2, match[1]
 
 
-@pytest.mark.parametrize("line, code", [pytest.param(*block, id=f"line {block[0]}") for block in _blocks()])
-def test_block_runs(line, code, monkeypatch, tmp_path):
+BLOCKS = [
+    pytest.param(page, *block, id=f"{page.relative_to(ROOT)}:{block[0]}") for page in PAGES for block in _blocks(page)
+]
+
+
+@pytest.fixture
+def quick_compilation():
+    """XLA compiles in half the time; the results are the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("page, line, code", BLOCKS)
+def test_block_runs(page, line, code, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what a block writes stays out of the repository
-    # Blank lines in front, so that a traceback shows the line of the README.
-    exec(compile("\n" * (line - 1) + code, str(README), "exec"), {"__name__": "__main__"})
+    # Blank lines in front, so that a traceback shows the line of the page.
+    exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": "__main__"})
 
 
-def test_there_are_blocks():
-    """The pattern still finds them."""
-    blocks = list(_blocks())
-    assert len(blocks) == README.read_text(encoding="utf-8").count("```python") >= 4
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_guides_show_code(page):
+    found = list(_blocks(page))
+    assert len(found) == page.read_text(encoding="utf-8").count("```python")  # the pattern finds them all
+    assert bool(found) == (page.name not in WITHOUT_CODE)
+
+
+def test_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 150
+
+
+# ---- links ------------------------------------------------------------------------------------------------------------
+
+
+def _prose(page):
+    """The text of a page without code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`(?:[^`\n]|\n(?!\n))*`", "code", text)
+
+
+def _links(page):
+    return re.findall(r"\]\(([^)\s]+)\)", _prose(page))
+
+
+def _anchors(page):
+    """What GitHub calls the headings."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _broken(page, target):
+    """Why a link to `target` on `page` leads nowhere, or None."""
+    if re.match(r"https?://", target):
+        return None
+    path, _, anchor = target.partition("#")
+    found = (page.parent / path).resolve() if path else page
+    if not found.exists():
+        return f"{target}: no such file"
+    return f"{target}: no such heading" if anchor and anchor not in _anchors(found) else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    assert not [reason for target in _links(page) if (reason := _broken(page, target))]
+
+
+def test_links_that_lead_nowhere_are_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A heading, with `code`\n[a](nothing.md) [b](#a-heading-with-code) [c](#no) `[d](code.md)`\n")
+    assert _links(page) == ["nothing.md", "#a-heading-with-code", "#no"]
+    assert _broken(README, "nothing.md") and _broken(page, "#no") and not _broken(page, "#a-heading-with-code")
+
+
+def test_every_page_is_linked():
+    """From the README or a page that is."""
+    reached, new = set(), {README}
+    while new:
+        reached |= new
+        targets = {(page.parent / link.partition("#")[0]).resolve() for page in new for link in _links(page)}
+        new = {path for path in targets if path.suffix == ".md" and path.is_file()} - reached
+    assert reached == set(PAGES)
+
+
+def test_the_page_of_the_package_stands_alone():
+    """A registry shows it apart from the repository: no relative link or image works there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = ROOT / project["readme"]
+    assert page in GUIDES  # its blocks run
+    assert all(re.match(r"https://|#", target) for target in _links(page))
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_speed_in_the_readme_is_that_of_the_rows():
+    """The table is made of `ratio`, the least and the greatest over lengths."""
+    lines = ["| | H=64 | H=128 | H=256 |", "|---|---|---|---|"]
+    for direction in ("forward", "backward"):
+        rows = ROOT / "benchmarks" / "results" / "nvidia-h200" / f"hopper-{direction}.jsonl"
+        found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+        ours = {r["workload"]: r["ratio"] for r in found if r["implementation"] == "pallas_fa:mosaic_gpu"}
+        for mask in ("full", "causal"):
+            cells = []
+            for dim in (64, 128, 256):
+                ratios = [ours[f"h{dim}-{mask}-{length}"] for length in (1024, 4096, 16384)]
+                cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+            lines.append(f"| {direction}, {mask} | {' | '.join(cells)} |")
+    assert "\n".join(lines) in README.read_text(encoding="utf-8"), "The rows say:\n" + "\n".join(lines)

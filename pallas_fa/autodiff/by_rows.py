@@ -1,33 +1,33 @@
-"""The reference a few query rows at a time: derivatives of any order in O(rows * S) memory.
+"""Plain attention a few query rows at a time: derivatives of any order in O(rows * S) memory.
 
 The kernels' own derivatives are single functions that JAX cannot differentiate again; second and higher derivatives
 go through here.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends import reference
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem
 
 _ROWS = 128
 
 
-def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any) -> tuple[Any, Any]:
-    """(out [B, T, N, Hv], log-sum-exp [B, T, N]), as `reference.attention`; recomputed when differentiated."""
+def attention(plain: Callable[..., Any], problem: Problem, operands: Operands) -> tuple[Any, Any]:
+    """(out [B, T, N, Hv], log-sum-exp [B, T, N]) by `plain(problem, operands, t0)`, the attention of rows from t0 on.
 
-    @jax.checkpoint
-    def rows(q, k, v, score, mask, t0):
-        return reference.attention(problem, q, k, v, score, mask, t0)
+    Recomputed when differentiated.
+    """
+    rows = jax.checkpoint(lambda operands, t0: plain(problem, operands, t0))
 
     def chunk(t0, length):
-        def cut(x, axis):
-            return lax.dynamic_slice_in_dim(x, t0, length, axis) if x.shape[axis] > 1 else x
-
-        return rows(cut(q, 1), k, v, *jax.tree.map(lambda x: cut(x, 2), (score, mask)), t0)
+        cut = lambda x, axis: lax.dynamic_slice_in_dim(x, t0, length, axis)
+        of_rows = lambda x: cut(x, 2) if x.shape[2] > 1 else x
+        q, k, v, *others = operands
+        return rows(Operands(cut(q, 1), k, v, *jax.tree.map(of_rows, others)), t0)
 
     T = problem.dims.T
     whole = T // _ROWS

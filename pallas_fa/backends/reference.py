@@ -5,16 +5,19 @@ Everything else is tested against it. It may be differentiated any number of tim
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.backends.record import NO_TILES, Backend, Support
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.softmax import tile
 
 
-def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
+def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
     """Softmax weights [B, N, T, S] and log-sum-exp [B, N, T] of the query rows t0, t0 + 1, ... in q."""
+    q, k, _, score, mask = operands
     q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
     b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
@@ -22,13 +25,13 @@ def probabilities(problem: Problem, q: Any, k: Any, score: Any, mask: Any, t0: A
     return tile.softmax(x)
 
 
-def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t0: Any = 0) -> tuple[Any, Any]:
+def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
     """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N]) of the query rows t0, t0 + 1, ... in q."""
-    lengths = lengths_of(mask)
+    lengths = lengths_of(operands.mask)
     q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
-    q = tile.zero_padding(q, q_lengths)
-    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
-    p, lse = probabilities(problem, q, k, score, mask, t0)
+    q = tile.zero_padding(operands.q, q_lengths)
+    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (operands.k, operands.v))
+    p, lse = probabilities(problem, operands._replace(q=q, k=k, v=v), t0)
     v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
     out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)
     out = tile.zero_padding(out.astype(problem.dtype), q_lengths)  # it is 0 there, and keeps a NaN in its cotangent out
@@ -37,3 +40,16 @@ def attention(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, t
 
 def _along(axis, shape):
     return tuple(size if i == axis else 1 for i, size in enumerate(shape))
+
+
+def _backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+    operands = residuals.operands
+    forward = lambda arrays: attention(problem, operands.with_differentiable(arrays))
+    return jax.vjp(forward, operands.differentiable)[1]((d_out, d_lse))[0]
+
+
+def _supports(problem: Problem) -> Support:
+    return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
+
+
+BACKEND = Backend("reference", _supports, attention, _backward, by_default=False, plain=True)

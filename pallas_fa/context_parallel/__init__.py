@@ -1,6 +1,13 @@
-"""Attention to a sequence that is sharded over devices, for use inside `jax.shard_map`."""
+"""Attention to a sequence that is sharded over devices, for use inside `jax.shard_map`.
 
-from pallas_fa.context_parallel.attention import all_to_all_attention as all_to_all_attention
-from pallas_fa.context_parallel.attention import ring_attention as ring_attention
+Two ways. `ring_attention` sends keys and values round while it computes: any number of devices, and memory that falls as
+one over it. `all_to_all_attention` exchanges heads for sequence before and after: less communication, up to one device
+for each query head. Both equal `dot_product_attention` of the whole arrays, with the same gradients.
+"""
+
+from pallas_fa.context_parallel.all_to_all import all_to_all_attention as all_to_all_attention
 from pallas_fa.context_parallel.placement import from_zigzag as from_zigzag
 from pallas_fa.context_parallel.placement import to_zigzag as to_zigzag
+from pallas_fa.context_parallel.ring_attention import ring_attention as ring_attention
+
+__all__ = ["all_to_all_attention", "from_zigzag", "ring_attention", "to_zigzag"]

@@ -7,47 +7,44 @@ second block of queries sees both. That is half of a full problem either way, on
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks, scores
-from pallas_fa.backends import dispatch
 from pallas_fa.context_parallel.bundle import bundle
+from pallas_fa.context_parallel.ring import Ring
 from pallas_fa.operands import intervals
 from pallas_fa.operands.pytree import is_static_int
-from pallas_fa.problem import Problem, abstract
+from pallas_fa.problem import Operands, Residuals
 from pallas_fa.softmax.merging import Seen, merged
-
-if TYPE_CHECKING:
-    from pallas_fa.context_parallel.ring import Ring
 
 _UNROLLED = 4  # hops at most, so that the compiler sees what of the next can be under way; more would take more memory
 
 
-def does(ring: "Ring", score: Any, mask: Any, segments: Any) -> bool:
+def does(ring: Ring, operands: Operands) -> bool:
     """Whether the hops of `ring` are of this kind."""
-    nowhere = score is None or isinstance(score, scores.SoftCap)  # a score that asks for no position
-    if segments is not None or not nowhere:
+    score, mask = operands.score, operands.mask
+    if score is not None and not isinstance(score, scores.SoftCap):  # it may ask for positions
         return False
     dims = ring.problem.dims
     is_causal = isinstance(mask, masks.Causal) and is_static_int(mask.offset) and mask.offset == 0
     return mask is None or (is_causal and ring.placement == "zigzag" and dims.T == dims.S)
 
 
-def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, score: Any, mask: Any) -> tuple[Any, Any]:
-    """(out, lse) of this device's queries; `attend(problem, q, k, v, score, mask)`."""
+def forward(ring: Ring, attend: Callable[..., Any], operands: Operands) -> tuple[Any, Any]:
+    """(out, lse) of this device's queries; `attend(problem, operands)`."""
     problem = ring.problem
     if ring.size == 1:
-        return attend(problem, q, k, v, score, mask)
-    keys, unbundle = bundle((k, v))
+        return attend(problem, operands)
+    keys, unbundle = bundle((operands.k, operands.v))
     keys = ring.rotate(keys)
-    first = Seen(*attend(problem, q, k, v, score, mask))
+    first = Seen(*attend(problem, operands))
 
     def one_hop(hop, keys):
-        problem, mask_of_hop = _after_the_first(ring, mask, hop)
-        return Seen(*attend(problem, q, *unbundle(keys), score, mask_of_hop))
+        of_hop = _after_the_first(ring, operands, hop, unbundle(keys))
+        return Seen(*attend(problem.with_operands(of_hop), of_hop))
 
     if ring.size <= _UNROLLED:  # merged at the end, all at once: each part is read once
         parts = [first]
@@ -70,26 +67,25 @@ def forward(ring: "Ring", attend: Callable[..., Any], q: Any, k: Any, v: Any, sc
     return out.astype(problem.dtype), lse
 
 
-def backward(
-    ring: "Ring", q: Any, k: Any, v: Any, score: Any, mask: Any, out: Any, lse: Any, d_out: Any, d_lse: Any
-) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of this device's shards."""
+def backward(ring: Ring, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, Any, Any]:
+    """The gradients of this device's shards of q, k and v."""
+    operands, out, lse = residuals
 
-    def gradients(problem, mask, keys, lse):
-        run = dispatch.choose(problem, ring.implementation).backward
-        return run(problem, q, *keys, score, mask, out, lse, d_out, d_lse)[:3]
+    def gradients(operands, lse):
+        return ring.gradients(ring.problem, Residuals(operands, out, lse), d_out, d_lse)
 
-    own = k, v
+    own = operands.k, operands.v
     if ring.size == 1:
-        return gradients(ring.problem, mask, own, lse)
-    of_hop = lambda hop, keys, lse: gradients(*_after_the_first(ring, mask, hop), keys, lse)
+        return gradients(operands, lse)
+    of_hop = lambda hop, keys, lse: gradients(_after_the_first(ring, operands, hop, keys), lse)
     # The own keys come last: under them the sums of the other devices travel home. The others' first travel under
     # nothing that is here; what comes before the backward may hide them.
     keys, unbundle_keys = bundle(own)
     d_q, d_keys = _of_other_keys(ring, ring.rotate(keys), unbundle_keys, lse, of_hop)
     sums, unbundle = bundle(d_keys)
     own, d_q, sums, lse = _in_order((own, d_q, sums, lse))
-    found = _added(ring, gradients(ring.problem, mask, own, lse), d_q, unbundle(ring.rotate(sums)))
+    k, v = own
+    found = _added(ring, gradients(operands._replace(k=k, v=v), lse), d_q, unbundle(ring.rotate(sums)))
     d_q, d_k, d_v = (x.astype(ring.problem.dtype) for x in found)
     return d_q, d_k, d_v
 
@@ -149,13 +145,14 @@ def _in_order(carry):
     return lax.optimization_barrier(carry)
 
 
-def _after_the_first(ring: "Ring", mask: Any, hop: Any) -> tuple[Problem, Any]:
-    """(problem, mask) of a later hop."""
-    if mask is None:
-        return ring.problem, None
-    from_later = jnp.int32(lax.axis_index(ring.axis_name) < hop).reshape(1, 1, 1, 1)
-    whole_blocks = _WholeBlocks(from_later, ring.problem.dims.T // 2)
-    return dataclasses.replace(ring.problem, mask=abstract(whole_blocks)), whole_blocks
+def _after_the_first(ring: Ring, operands: Operands, hop: Any, keys: tuple[Any, Any]) -> Operands:
+    """The operands of a later hop, with its keys and values."""
+    k, v = keys
+    mask = None
+    if operands.mask is not None:
+        from_later = jnp.int32(lax.axis_index(ring.axis_name) < hop).reshape(1, 1, 1, 1)
+        mask = _WholeBlocks(from_later, ring.problem.dims.T // 2)
+    return operands._replace(k=k, v=v, mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,3 +11,5 @@ from pallas_fa.masks.dense import Dense as Dense
 from pallas_fa.masks.lengths import Lengths as Lengths
 from pallas_fa.masks.lengths import lengths_of as lengths_of
 from pallas_fa.masks.segments import Segments as Segments
+
+__all__ = ["And", "Causal", "Custom", "Dense", "Lengths", "Mask", "Or", "Segments", "Window"]

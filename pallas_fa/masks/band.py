@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_fa.masks.base import Mask
 from pallas_fa.operands import offsets
-from pallas_fa.operands.intervals import UNBOUNDED
+from pallas_fa.operands.intervals import UNBOUNDED, add, subtract
 from pallas_fa.operands.pytree import is_static_int
 
 
@@ -59,16 +59,16 @@ class Causal(Mask):
         return s <= t + self.offset
 
     def kv_range(self, t_lo, t_hi):
-        return -UNBOUNDED, t_hi + offsets.per_tile(self.offset)
+        return -UNBOUNDED, add(t_hi, offsets.per_tile(self.offset))
 
     def q_range(self, s_lo, s_hi):
-        return s_lo - offsets.per_tile(self.offset), UNBOUNDED
+        return subtract(s_lo, offsets.per_tile(self.offset)), UNBOUNDED
 
     def full_kv_range(self, t_lo, t_hi):
-        return -UNBOUNDED, t_lo + offsets.per_tile(self.offset) + 1
+        return -UNBOUNDED, add(t_lo, offsets.per_tile(self.offset)) + 1
 
     def full_q_range(self, s_lo, s_hi):
-        return s_hi - 1 - offsets.per_tile(self.offset), UNBOUNDED
+        return subtract(s_hi - 1, offsets.per_tile(self.offset)), UNBOUNDED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,16 +119,16 @@ class Window(Mask):
 
     def kv_range(self, t_lo, t_hi):
         left, right = self._bounds
-        return t_lo - left, t_hi + right
+        return subtract(t_lo, left), add(t_hi, right)
 
     def q_range(self, s_lo, s_hi):
         left, right = self._bounds
-        return s_lo - right, s_hi + left
+        return subtract(s_lo, right), add(s_hi, left)
 
     def full_kv_range(self, t_lo, t_hi):
         left, right = self._bounds
-        return t_hi - 1 - left, t_lo + right + 1
+        return subtract(t_hi - 1, left), add(t_lo, right) + 1
 
     def full_q_range(self, s_lo, s_hi):
         left, right = self._bounds
-        return s_hi - 1 - right, s_lo + left + 1
+        return subtract(s_hi - 1, right), add(s_lo, left) + 1

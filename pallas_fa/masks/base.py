@@ -71,6 +71,15 @@ class Mask(Node):
     def __or__(self, other: "Mask") -> "Mask":
         return Or(_parts(self, Or) + _parts(_checked_mask(other, "|"), Or))
 
+    # NumPy would otherwise combine an array with a Mask element by element.
+    __array_ufunc__ = None
+
+    def __bool__(self):
+        raise TypeError(
+            f"a {type(self).__name__} is not True or False. Combine masks by `&` and `|`, not by `and` and `or`; ask for a"
+            " missing one with `mask is None`."
+        )
+
     def __rand__(self, other: Any) -> "Mask":
         return _checked_mask(other, "&") & self
 
@@ -145,9 +154,9 @@ class Or(Mask):
         best_lo, best_hi = getattr(self.parts[0], question)(lo, hi)
         for part in self.parts[1:]:
             a, b = getattr(part, question)(lo, hi)
-            longer = (
-                b // 2 - a // 2 > best_hi // 2 - best_lo // 2
-            )  # halves: -UNBOUNDED to UNBOUNDED is too far for int32
+            # Halves: -UNBOUNDED to UNBOUNDED is too far for int32.
+            length, best = intervals.of_one_rank(b // 2 - a // 2, best_hi // 2 - best_lo // 2)
+            longer = length > best
             best_lo, best_hi = intervals.where(longer, a, best_lo), intervals.where(longer, b, best_hi)
         return best_lo, best_hi
 
@@ -182,6 +191,8 @@ def _parts(mask, kind):
 def _checked_mask(x, operator):
     if isinstance(x, Mask):
         return x
+    if isinstance(x, type) and issubclass(x, Mask):
+        raise TypeError(f"a Mask {operator} the class {x.__name__}: make a mask of it, {x.__name__}(...).")
     raise TypeError(
         f"a Mask {operator} {type(x).__name__} has no meaning. Wrap a bool array as pallas_fa.masks.Dense(array) first."
     )

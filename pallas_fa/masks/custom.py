@@ -37,19 +37,21 @@ class Custom(Mask):
 
     def bind(self, dims, lengths):
         arrays = (dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays))
-        return Custom(self.fn, *arrays, ranges=self.ranges and self.ranges.bind(dims, lengths))
+        ranges = None if self.ranges is None else self.ranges.bind(dims, lengths)
+        return Custom(self.fn, *arrays, ranges=ranges)
 
     def moved(self, part):
-        return Custom(AtOrigin(self.fn, 0), *part.origin, *self.arrays, ranges=self.ranges and self.ranges.moved(part))
+        ranges = None if self.ranges is None else self.ranges.moved(part)
+        return Custom(AtOrigin(self.fn, 0), *part.origin, *self.arrays, ranges=ranges)
 
     def allowed(self, b, n, t, s):
         return self.fn(b, n, t, s, *self.arrays)
 
     def kv_range(self, t_lo, t_hi):
-        return self.ranges.kv_range(t_lo, t_hi) if self.ranges else EVERYTHING
+        return EVERYTHING if self.ranges is None else self.ranges.kv_range(t_lo, t_hi)
 
     def q_range(self, s_lo, s_hi):
-        return self.ranges.q_range(s_lo, s_hi) if self.ranges else EVERYTHING
+        return EVERYTHING if self.ranges is None else self.ranges.q_range(s_lo, s_hi)
 
 
 def _as_array(name, x):

@@ -83,7 +83,10 @@ class Lengths(Mask):
     def _interval(ends, limits, position):
         """Up to `ends`, where `position` is below `limits`; nothing elsewhere."""
         hi = UNBOUNDED if ends is None else ends[:, :, 0]
-        return -UNBOUNDED, (hi if limits is None else jnp.where(position < limits[:, :, 0], hi, -UNBOUNDED))
+        if limits is None:
+            return -UNBOUNDED, hi
+        position, limits = intervals.of_one_rank(position, limits[:, :, 0])
+        return -UNBOUNDED, jnp.where(position < limits, hi, -UNBOUNDED)
 
 
 def lengths_of(mask: Mask | None) -> Lengths:
@@ -97,4 +100,4 @@ def bind(mask: Mask | None, dims: Dims) -> Mask | None:
         return None
     # Lengths first: the alignment of a bottom-right Causal asks for them.
     given = all_of(parts_of(mask, Lengths))
-    return mask.bind(dims, lengths_of(given and given.bind(dims, Lengths())))
+    return mask.bind(dims, Lengths() if given is None else lengths_of(given.bind(dims, Lengths())))

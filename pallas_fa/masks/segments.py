@@ -22,7 +22,7 @@ class Segments(Mask):
         for name in ("q_ids", "kv_ids"):
             object.__setattr__(self, name, offsets.int_array(name, getattr(self, name)))
 
-    def bind(self, dims, lengths):
+    def bind(self, dims, lengths) -> "Segments":
         q_ids, kv_ids = dims.spanning("q_ids", self.q_ids, "BT"), dims.spanning("kv_ids", self.kv_ids, "BS")
         for name, ids, other, own in (("q_ids", q_ids, 3, "query: [*B, T]"), ("kv_ids", kv_ids, 2, "key: [*B, S]")):
             if ids.shape[other] > 1:

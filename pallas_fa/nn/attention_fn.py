@@ -4,49 +4,41 @@ linen passes only those of its keywords that the function's signature names, so 
 dropped without a word; nnx passes all of its keywords. Hence the signature: everything that either passes, by name.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from pallas_fa.api import dot_product_attention
-from pallas_fa.backends import dispatch
+from pallas_fa.arguments import Arguments, dropout_rate, with_signature
+from pallas_fa.backends.choice import choose
 from pallas_fa.masks import Mask
 from pallas_fa.nn import dropout
 from pallas_fa.problem import normalise
 
 
+@with_signature
 def attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
-    broadcast_dropout=True,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    deterministic=False,
-    dtype=None,
-    precision=None,
-    module=None,
-    force_fp32_for_softmax=False,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-    is_causal=False,
-    input_positions=None,
-    scale=None,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    logits_soft_cap=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    score=None,
-    deterministic_gradients=False,
-    forward_mode=False,
-    implementation=None,
-    config=None,
-):
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    deterministic: bool = False,
+    dtype: Any = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    input_positions: Any = None,
+    implementation: str | Sequence[str] | None = None,
+    **arguments: Unpack[Arguments],
+) -> jax.Array:
     """`pallas_fa.dot_product_attention` as the `attention_fn` of Flax's attention modules, linen and nnx.
 
     Give it as it is, or with more of its arguments bound by `functools.partial`:
@@ -94,31 +86,17 @@ def attention_fn(
     _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions)
     query, key, value = _promoted(query, key, value, dtype)
     if query.ndim >= 3 and key.ndim >= 3:  # if not, `normalise` says so
-        refuse_single_query(query.shape[-3], key.shape[-3], is_causal, local_window_size)
+        positions = arguments.get("is_causal"), arguments.get("local_window_size")
+        refuse_single_query(query.shape[-3], key.shape[-3], *positions)
     if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask).astype(jnp.bool_)  # whatever is not 0, as jnp.where has it in Flax
-    arrays = query, key, value, bias, mask
-    options: dict[str, Any] = {
-        "scale": scale,
-        "is_causal": is_causal,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "local_window_size": local_window_size,
-        "logits_soft_cap": logits_soft_cap,
-        "query_segment_ids": query_segment_ids,
-        "key_value_segment_ids": key_value_segment_ids,
-        "score": score,
-        "precision": precision,
-        "deterministic_gradients": deterministic_gradients,
-        "forward_mode": forward_mode,
-        "config": config,
-    }
-    dropout.check_rate(dropout_rate)
-    if deterministic or dropout_rate == 0:
-        return dot_product_attention(*arrays, implementation=implementation, **options)
-    problem, operands = normalise(*arrays, **options)
-    dispatch.choose(problem, implementation, dropout=True)  # 'reference', or it raises
-    return dropout.attention(problem, operands, dropout_rng, dropout_rate, broadcast_dropout)
+    rate = dropout_rate(arguments.get("dropout_rate") or 0.0)
+    if deterministic or rate == 0:
+        arguments["dropout_rate"] = 0.0
+        return dot_product_attention(query, key, value, bias, mask, implementation=implementation, **arguments)
+    problem, operands = normalise(query, key, value, bias, mask, **arguments)
+    choose(problem, implementation)  # 'reference', or it raises
+    return dropout.attention(problem, operands, dropout_rng, broadcast_dropout)
 
 
 def refuse_single_query(T, S, is_causal, local_window_size):

@@ -11,30 +11,22 @@ from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax import tile
 
 
-def check_rate(rate: Any):
-    """Raises unless `rate` is a number in [0, 1)."""
-    if not 0 <= rate < 1:
-        raise ValueError(
-            f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
-        )
-
-
-def attention(problem: Problem, operands: Operands, rng: Any, rate: float, broadcast: bool) -> jax.Array:
-    """[*B, T, N, Hv]: `reference.attention`, each weight kept with probability 1 - rate and then divided by that.
+def attention(problem: Problem, operands: Operands, rng: Any, broadcast: bool) -> jax.Array:
+    """[*B, T, N, Hv]: `reference.attention`, each weight kept with probability 1 - dropout_rate, and then divided by that.
 
     `broadcast`: one draw for all batch entries and heads. The draws are those of flax.linen.dot_product_attention and
     flax.nnx.dot_product_attention for the same key.
     """
+    rate = problem.dropout_rate
     if rng is None:
         raise ValueError(
             f"dropout_rng=None, but dropout is active ({rate=}, deterministic=False). Pass a key:"
             " `rngs={'dropout': key}` in linen's apply, `rngs=` in nnx; or switch dropout off with deterministic=True."
         )
-    q, k, v, score, mask = operands
-    lengths, dims = lengths_of(mask), problem.dims
-    q = tile.zero_padding(q, lengths.q_lengths)
-    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (k, v))
-    p, _ = reference.probabilities(problem, q, k, score, mask)
+    lengths, dims = lengths_of(operands.mask), problem.dims
+    q = tile.zero_padding(operands.q, lengths.q_lengths)
+    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (operands.k, operands.v))
+    p, _ = reference.probabilities(problem, operands._replace(q=q, k=k, v=v))
 
     # The shape drawn is Flax's, batch dims not flattened, for then the bits are too.
     heads = (1,) * (len(dims.batch) + 1) if broadcast else (*dims.batch, dims.N)

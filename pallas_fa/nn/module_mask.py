@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks
+from pallas_fa.arguments import segment_mask, window_mask
 from pallas_fa.masks.base import all_of
+from pallas_fa.masks.lengths import bind
 from pallas_fa.nn.attention_fn import refuse_single_query
 from pallas_fa.operands.dims import Dims
-from pallas_fa.problem import bind_mask, segment_mask, window_mask
 
 
 def module_mask(
@@ -50,7 +51,7 @@ def module_mask(
 
 def _cache_row(mask, dims, t):
     """Row t of `mask`, where queries and keys are the S positions of a cache: bool [*B | 1s, N | 1, 1, S]."""
-    bound = bind_mask(mask, dataclasses.replace(dims, T=dims.S))
+    bound = bind(mask, dataclasses.replace(dims, T=dims.S))
     row = jax.tree.map(lambda x: x if x.shape[2] == 1 else lax.dynamic_slice_in_dim(x, t, 1, axis=2), bound)
     b, n, s = (
         lax.broadcasted_iota(jnp.int32, tuple(size if i == axis else 1 for i in range(4)), axis)

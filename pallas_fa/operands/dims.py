@@ -26,11 +26,13 @@ class Dims:
     def broadcastable(self, name: str, x: Any) -> Any:
         """`x`, broadcastable to [*batch, N, T, S] and right-aligned as in NumPy, as [B|1, N|1, T|1, S|1]."""
         full = (*self.batch, self.N, self.T, self.S)
+        if not self.batch and x.ndim == 4 and x.shape[0] == 1:
+            x = x[0]  # as in jax.nn, which adds a batch dim to arrays without one
         shape = (1,) * (len(full) - x.ndim) + tuple(x.shape)
         if x.ndim > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
             raise ValueError(
                 f"{name}.shape={tuple(x.shape)} is not broadcastable to [*B, N, T, S]={full}. Each of its dims, counted"
-                f" from the right, must be 1 or that size; insert dims of size 1 (`{name}[:, None]`) to align them."
+                f" from the right, must be 1 or that size. {_aligned(name, x.shape, full)}"
             )
         return self._flatten_batch(x.reshape(shape))
 
@@ -63,6 +65,20 @@ class Dims:
         if math.prod(batch) not in (1, self.B):  # some batch dims are broadcast and others are not
             x = jnp.broadcast_to(x, self.batch + rest)
         return x.reshape((math.prod(x.shape[:-3]), *rest))
+
+
+def _aligned(name, shape, full):
+    """How to insert dims of size 1 so that `shape` broadcasts to `full`, where that is possible."""
+    places, left = [], list(shape)
+    for size in full:  # each dim goes to the first place that has its size
+        places.append(bool(left) and left[0] == size)
+        if places[-1]:
+            left.pop(0)
+    if left or not shape:
+        return "Transpose or reshape it."
+    first = places.index(True)
+    index = ", ".join(":" if place else "None" for place in places[first:])
+    return f"Insert dims of size 1: `{name}[{index}]`."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,19 +19,38 @@ def minimum(*values: Any) -> Any:
     return _fold(min, "minimum", values)
 
 
+def add(a: Any, b: Any) -> Any:
+    """a + b, of any ranks."""
+    a, b = of_one_rank(a, b)
+    return a + b
+
+
+def subtract(a: Any, b: Any) -> Any:
+    """a - b, of any ranks."""
+    a, b = of_one_rank(a, b)
+    return a - b
+
+
 def where(condition: Any, x: Any, y: Any) -> Any:
     """`jnp.where`, kept in Python or NumPy where everything is known while tracing."""
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
-    return array_module(condition, x, y).where(condition, x, y)
+    return array_module(condition, x, y).where(*of_one_rank(condition, x, y))
 
 
 def _fold(python, name, values):
     result = values[0]
     for value in values[1:]:
         both_int = isinstance(result, int) and isinstance(value, int)
-        result = python(result, value) if both_int else getattr(array_module(result, value), name)(result, value)
+        module = array_module(result, value)
+        result = python(result, value) if both_int else getattr(module, name)(*of_one_rank(result, value))
     return result
+
+
+def of_one_rank(*xs: Any) -> tuple[Any, ...]:
+    """`xs` with leading dims of size 1, so that all but scalars have one rank: JAX can be told to refuse others."""
+    rank = max(np.ndim(x) for x in xs)
+    return tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) if 0 < np.ndim(x) < rank else x for x in xs)
 
 
 def array_module(*xs: Any) -> Any:

@@ -28,7 +28,7 @@ def bound(offset: Any, dims: Dims) -> Any:
 
 
 def per_tile(offset: Any) -> Any:
-    """A bound offset as [B, N, 1], against [tiles]."""
+    """A bound offset as [B, N, 1], against tiles."""
     return offset[:, :, 0] if is_array(offset) else offset
 
 

@@ -9,3 +9,5 @@ from pallas_fa.scores.base import with_float_arrays as with_float_arrays
 from pallas_fa.scores.bias import Bias as Bias
 from pallas_fa.scores.custom import Custom as Custom
 from pallas_fa.scores.soft_cap import SoftCap as SoftCap
+
+__all__ = ["Alibi", "Bias", "Chain", "Custom", "Score", "SoftCap"]

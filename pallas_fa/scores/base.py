@@ -38,6 +38,12 @@ class Score(Node):
         """What no result exceeds, in either direction; None where that is not known."""
         return None
 
+    def __bool__(self):
+        raise TypeError(
+            f"a {type(self).__name__} is not True or False. Compose scores by `then`, not by `and` and `or`; ask for a"
+            " missing one with `score is None`."
+        )
+
     def then(self, other: "Score") -> "Score":
         """This score first, then `other`."""
         if not isinstance(other, Score):

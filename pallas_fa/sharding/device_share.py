@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
-from pallas_fa.problem import Problem, abstract
+from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.sharding.mesh_axes import Axes, PartOfAnAxis, count, dividing
 
 QUERY, KEY, VALUE, OUT, LSE = "BTNH", "BSKH", "BSKV", "BTNV", "BTN"
@@ -27,6 +26,12 @@ WHOLE = "HSV"  # dims of which every device needs all, in the order in which the
 def letters_of(x: Any) -> str:
     """The letters of an array of a mask or a score, [B|1, N|1, T|1, S|1]."""
     return "".join(letter if size > 1 else "_" for letter, size in zip("BNTS", x.shape, strict=True))
+
+
+def letters_of_operands(operands: Operands) -> Operands:
+    """The letters of each array, in its place."""
+    letters = jax.tree.map(letters_of, operands._replace(q=None, k=None, v=None))
+    return letters._replace(q=QUERY, k=KEY, v=VALUE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,33 +55,29 @@ class DeviceShare:
         """The axes that shard the dims of an array, as a PartitionSpec has them."""
         return [self.axes.get(letter) or None for letter in letters]
 
-    def run(self, kernel: Callable[..., Any], problem: Problem, operands: Any, results: tuple[str, ...]) -> list[Any]:
-        """This device's shards of `kernel(problem, *operands)`, flattened, of its shards of the operands.
+    def run(self, kernel: Callable[..., Any], problem: Problem, arguments: Any, results: tuple[str, ...]) -> list[Any]:
+        """This device's shards of `kernel(problem, *arguments)`, of its shards of the arguments.
 
-        `results`: the letters of each.
+        The first argument is `Operands`, or `Residuals` with these. `results`: the letters of each.
         """
+        first, *rest = arguments
+        operands = first.operands if isinstance(first, Residuals) else first
         dims, axes = problem.dims, self.axes
         whole = {"B": dims.B, "T": dims.T, "N": dims.N, "K": problem.K}
         size = {letter: whole[letter] // count(self.mesh, axes[letter]) for letter in whole}
         # An int where it is known: masks and scores stay without arrays then.
         start = {x: lax.axis_index(axes[x]) * size[x] if axes[x] else 0 for x in whole}
 
-        q, k, v, score, mask, *residuals = operands
         part = Part((start["B"], start["N"], start["T"], 0), (size["B"], size["N"], size["T"], dims.S))
-        score, mask = (tree and tree.moved(part) for tree in (score, mask))
-        heads = None
+        score, mask = (x if x is None else x.moved(part) for x in (operands.score, operands.mask))
+        k, v, heads = operands.k, operands.v, None
         if axes["K"] != axes["N"]:  # key heads of several devices are here: take those that these query heads read
             together = math.gcd(problem.group, size["N"])  # as many query heads in a row read one key head
             heads = (start["N"] + together * jnp.arange(size["N"] // together)) // problem.group - start["K"]
             k, v = (jnp.take(x, heads, axis=2, mode="clip") for x in (k, v))  # all are in range
-        local = dataclasses.replace(
-            problem,
-            dims=Dims((size["B"],), size["T"], dims.S, size["N"]),
-            K=k.shape[2],
-            mask=abstract(mask),
-            score=abstract(score),
-        )
-        found = jax.tree.leaves(kernel(local, q, k, v, score, mask, *residuals))
+        local = operands._replace(k=k, v=v, score=score, mask=mask)
+        first = first._replace(operands=local) if isinstance(first, Residuals) else local
+        found = kernel(problem.with_operands(local), first, *rest)
         return [self._sum(problem, letters, x, heads, size["K"]) for letters, x in zip(results, found, strict=True)]
 
     def _sum(self, problem, letters, x, heads, K):

@@ -20,42 +20,50 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from pallas_fa.problem import Problem
-from pallas_fa.scores.base import float_arrays
+from pallas_fa.problem import Problem, Residuals
 from pallas_fa.sharding import device_share, exporting, own_refs
-from pallas_fa.sharding.device_share import KEY, LSE, OUT, QUERY, VALUE, WHOLE, DeviceShare, letters_of
+from pallas_fa.sharding.device_share import (
+    KEY,
+    LSE,
+    OUT,
+    QUERY,
+    VALUE,
+    WHOLE,
+    DeviceShare,
+    letters_of,
+    letters_of_operands,
+)
 from pallas_fa.sharding.mesh_axes import axes_by_dim, known_mesh
 
 
 def forward(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(problem, q, k, v, score, mask) -> (out, lse)`, shared out to the devices that hold the arguments."""
+    """`kernel(problem, operands) -> (out, lse)`, shared out to the devices that hold the arguments."""
 
-    def run(problem, *operands):
-        return _run(kernel, problem, operands, (OUT, LSE))
+    def run(problem, operands):
+        return _run(kernel, problem, (operands,), (letters_of_operands(operands),), (OUT, LSE))
 
     return run
 
 
 def backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(problem, q, k, v, score, mask, out, lse, d_out, d_lse) -> (dq, dk, dv, d_arrays)`, shared out likewise."""
+    """`kernel(problem, residuals, d_out, d_lse) -> gradients of `operands.differentiable``, shared out likewise."""
 
-    def run(problem, *operands):
-        d_arrays = tuple(map(letters_of, float_arrays(operands[3])))
-        return _run(kernel, problem, operands, (QUERY, KEY, VALUE, d_arrays))
+    def run(problem, residuals, d_out, d_lse):
+        operands = residuals.operands
+        letters = Residuals(letters_of_operands(operands), OUT, LSE), OUT, LSE
+        results = QUERY, KEY, VALUE, *map(letters_of, operands.differentiable[3:])
+        return _run(kernel, problem, (residuals, d_out, d_lse), letters, results)
 
     return run
 
 
-def _run(kernel, problem, operands, results):
+def _run(kernel, problem, arguments, letters, results):
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes or jax.device_count() == 1:
-        return kernel(problem, *operands)
-    residuals = (OUT, LSE, OUT, LSE)[: len(operands) - 5]
-    arguments = QUERY, KEY, VALUE, *jax.tree.map(letters_of, operands[3:5]), *residuals
-    leaves, structure = jax.tree.flatten(operands)
-    flat = lambda letters: tuple(jax.tree.leaves(letters))
-    call = _Call(kernel, problem, context, structure, flat(arguments), flat(results))
-    return jax.tree.unflatten(jax.tree.structure(results), _mappable(call, *leaves))
+        return kernel(problem, *arguments)
+    leaves, structure = jax.tree.flatten(arguments)
+    call = _Call(kernel, problem, context, structure, tuple(jax.tree.leaves(letters)), results)
+    return tuple(_mappable(call, *leaves))
 
 
 def _mappable(call, *leaves):
@@ -101,7 +109,7 @@ def _fingerprint(traced) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A kernel and its problem, and what is known of its operands and results: structure, and letters (flattened).
+    """A kernel and its problem, and what is known of its arguments and results: structure, and letters (flattened).
 
     `context`: the mesh of `jax.set_mesh`. `maps`: a letter and a size for each `vmap`, the innermost first.
     """
@@ -125,7 +133,7 @@ class _Call:
         )
 
     def _under_maps(self, run):
-        """`run(operands)` as a function of leaves with the mapped dims in front."""
+        """`run(arguments)` as a function of leaves with the mapped dims in front."""
         fn = lambda *leaves: run(jax.tree.unflatten(self.structure, leaves))
         for letter, _ in self.maps:
             fn = jax.vmap(fn, [0 if letter in letters else None for letters in self.arguments])
@@ -133,7 +141,7 @@ class _Call:
 
     def on_one_device(self, *leaves):
         """The results of whole arguments."""
-        return self._under_maps(lambda operands: jax.tree.leaves(self.kernel(self.problem, *operands)))(*leaves)
+        return self._under_maps(lambda arguments: list(self.kernel(self.problem, *arguments)))(*leaves)
 
     def sharding_rule(self, constants) -> str:
         """Which dims are sharded alike: along these, shardings go from arguments to results and back."""
@@ -158,7 +166,7 @@ class _Call:
             device_share.check(q, k, v, share)
 
         def on_this_device(constants, *leaves):
-            run = lambda operands: share.run(self.kernel, self.problem, operands, self.results)
+            run = lambda arguments: share.run(self.kernel, self.problem, arguments, self.results)
             return own_refs.hidden(self._under_maps(run))(*leaves)
 
         shardings = lambda arrays: [NamedSharding(mesh, PartitionSpec(*share.of_dims(letters))) for letters in arrays]

@@ -6,15 +6,28 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa import scores
-from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu import devices
+from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.hopper.config import Config
+from pallas_fa.backends.record import NO_DROPOUT, Support
 from pallas_fa.problem import Problem
 
 _MAX_HEAD_DIM = 256
 
 
-def supports(problem: Problem) -> str | None:
-    """None if the kernels can do `problem`, else the reason why not."""
+def supports(problem: Problem) -> Support:
+    """What the kernels can do of `problem`."""
+    if problem.dropout_rate:
+        return Support.neither(NO_DROPOUT)
+    reason = _why_no_forward(problem)
+    if reason:
+        return Support.neither(reason)
+    from pallas_fa.backends.hopper.backward.backward import why_no_backward
+
+    return Support(None, why_no_backward(problem))
+
+
+def _why_no_forward(problem: Problem) -> str | None:
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
     for name, size in (("H", problem.H), ("Hv", problem.Hv)):
@@ -27,14 +40,6 @@ def supports(problem: Problem) -> str | None:
     return _config_reason(problem) or _capability_reason() or _functions_reason(problem) or _arrays_reason(problem)
 
 
-def cuda_devices() -> list[Any]:
-    """The CUDA GPUs of this machine."""
-    try:
-        return jax.devices("cuda")
-    except RuntimeError:
-        return []
-
-
 def _config_reason(problem):
     if problem.config is None or isinstance(problem.config, Config):
         return None
@@ -43,7 +48,7 @@ def _config_reason(problem):
 
 def _capability_reason():
     """GPUs that are there must be Hopper; where none is, a program may be lowered for one all the same."""
-    found = sorted({str(getattr(device, "compute_capability", "?")) for device in cuda_devices()})
+    found = sorted({str(getattr(device, "compute_capability", "?")) for device in devices.of_platform("cuda")})
     return (
         None if found in ([], ["9.0"]) else f"a GPU of compute capability {', '.join(found)}; its kernels are for 9.0"
     )

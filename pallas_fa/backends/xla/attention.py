@@ -12,23 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.backends import reference
 from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, pv, qk, transposed, xp
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import tile
 
 
-def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any) -> tuple[Any, Any]:
+def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N])."""
+    score, mask = operands.score, operands.mask
     B, T, N = problem.dims.B, problem.dims.T, problem.dims.N
+    start = jnp.zeros((B, T, N, problem.Hv), problem.dtype), jnp.full((B, T, N), -jnp.inf, problem.acc_dtype)
     if 0 in (B, T, N, problem.dims.S):
-        return reference.attention(problem, q, k, v, score, mask)  # nothing to compute, and no chunk of size 0
-    q, k, v = prepare(problem, q, k, v, mask)
+        return start  # nothing to attend to, and no chunk of size 0
+    q, k, v = prepare(problem, operands)
     queries, keys = chunks.of_problem(problem)
-    visited = chunks.visits(mask and mask.kv_range, queries, keys)
+    visited = chunks.visits(mask, "kv_range", queries, keys)
 
     def q_step(i, outputs):
         q_i = heads_first(queries.cut(q, i, 1))
@@ -42,24 +43,23 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any) -> 
             return state, acc * rescale[..., None] + pv(problem, p, heads_first(keys.cut(v, j, 1)))
 
         rows = q_i.shape[:3]
-        start = tile.softmax_start(rows, problem.acc_dtype), jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
-        state, acc = lax.fori_loop(*visited(i), kv_step, start)
+        nothing = tile.softmax_start(rows, problem.acc_dtype), jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
+        state, acc = lax.fori_loop(*visited(i), kv_step, nothing)
         factor, lse_i = tile.softmax_finish(state)
         results = (acc * factor[..., None]).astype(problem.dtype), lse_i
         # Rows that two chunks share are complete in both: it does no harm that they are written twice.
         return tuple(queries.put(x, heads_first(x_i), i, 1) for x, x_i in zip(outputs, results, strict=True))
 
-    start = jnp.zeros((B, T, N, problem.Hv), problem.dtype), jnp.zeros((B, T, N), problem.acc_dtype)
     return lax.fori_loop(np.int32(0), np.int32(queries.count), q_step, start)
 
 
-def backward(
-    problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, out: Any, lse: Any, d_out: Any, d_lse: Any
-) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """(dq, dk, dv, gradients of the score's float arrays in the order of its leaves), each in its array's dtype."""
+def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+    """The gradients of `operands.differentiable`, each in its array's dtype."""
+    operands, out, lse = residuals
+    score, mask = operands.score, operands.mask
     arrays, acc_dtype = float_arrays(score), problem.acc_dtype
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
-        return jax.tree.map(jnp.zeros_like, (q, k, v, arrays))
+        return tuple(map(jnp.zeros_like, operands.differentiable))
     lengths = lengths_of(mask)
     d_out = tile.zero_padding(d_out, lengths.q_lengths)
     d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
@@ -67,9 +67,9 @@ def backward(
     delta = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1) - d_lse
     delta = jnp.where(lse == -jnp.inf, 0, delta)  # of a row with nothing to attend to, whatever d_lse is there
     d_out = d_out.astype(matmul_dtype(problem))
-    q, k, v = prepare(problem, q, k, v, mask)
+    q, k, v = prepare(problem, operands)
     queries, keys = chunks.of_problem(problem)
-    visited = chunks.visits(mask and mask.q_range, keys, queries)
+    visited = chunks.visits(mask, "q_range", keys, queries)
 
     def kv_step(j, carry):
         k_j, v_j = (heads_first(keys.cut(x, j, 1)) for x in (k, v))
@@ -104,5 +104,5 @@ def backward(
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
     d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
     dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), np.int32(keys.count), kv_step, (*zeros, d_arrays))
-    dq, dk, dv = (x.astype(problem.dtype) for x in (dq, dk, dv))
-    return dq, dk, dv, tuple(d.astype(a.dtype) for d, a in zip(d_arrays, arrays, strict=True))
+    found = dq, dk, dv, *d_arrays
+    return tuple(d.astype(x.dtype) for d, x in zip(found, operands.differentiable, strict=True))

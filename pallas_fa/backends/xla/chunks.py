@@ -7,13 +7,14 @@ chunk before has done; so nothing is padded.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_fa.masks import Mask
 from pallas_fa.operands import intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
@@ -101,12 +102,14 @@ def _even_chunk(size: int, largest: int) -> int:
     return size if count == 1 else -(-size // (16 * count)) * 16
 
 
-def visits(ask: Any, own: Chunks, other: Chunks) -> Callable[[Any], tuple[Any, Any]]:
+def visits(
+    mask: Mask | None, question: Literal["kv_range", "q_range"], own: Chunks, other: Chunks
+) -> Callable[[Any], tuple[Any, Any]]:
     """A function of a chunk of `own`: the first and the last (exclusive) chunk of `other` that any batch entry needs."""
-    if ask is None:
+    if mask is None:
         return lambda i: (np.int32(0), np.int32(other.count))
     starts = np.minimum(np.arange(own.count) * own.chunk, own.size - own.chunk)
-    lo, hi = ask(starts, starts + own.chunk)
+    lo, hi = getattr(mask, question)(starts, starts + own.chunk)
     xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), other.size)
     needed = lo < hi

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax import tile
 
 
@@ -15,10 +15,10 @@ def matmul_dtype(problem: Problem) -> Any:
     return problem.dtype if problem.dtype.itemsize > 1 else jnp.float32
 
 
-def prepare(problem: Problem, q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, ...]:
+def prepare(problem: Problem, operands: Operands) -> tuple[Any, ...]:
     """q, k and v [B, length, heads, dim] as the matmuls read them, padding zeroed."""
-    lengths = lengths_of(mask)
-    padded = ((q, lengths.q_lengths), (k, lengths.kv_lengths), (v, lengths.kv_lengths))
+    lengths = lengths_of(operands.mask)
+    padded = ((operands.q, lengths.q_lengths), (operands.k, lengths.kv_lengths), (operands.v, lengths.kv_lengths))
     return tuple(tile.zero_padding(x, n).astype(matmul_dtype(problem)) for x, n in padded)
 
 

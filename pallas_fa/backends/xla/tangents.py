@@ -21,41 +21,40 @@ from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, pv, qk
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.operands import manual_axes
-from pallas_fa.problem import Problem
+from pallas_fa.operands import varying
+from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import tile
 
 
-def attention(
-    problem: Problem, q: Any, k: Any, v: Any, score: Any, mask: Any, lse: Any, dots: Sequence[Any]
-) -> tuple[Any, Any]:
+def attention(problem: Problem, operands: Operands, lse: Any, dots: Sequence[Any]) -> tuple[Any, Any]:
     """The tangents of out [B, T, N, Hv], in the inputs' dtype, and of lse [B, T, N], in its own.
 
-    `dots`: the tangents of q, k, v and of each float array of the score; None for one that does not move.
+    `dots`: the tangents of `operands.differentiable`; None for one that does not move.
     """
-    primals = q, k, v, *float_arrays(score)
+    primals = operands.differentiable
     moving = [(x, dot) for x, dot in zip(primals, dots, strict=True) if dot is not None]
     if not moving or 0 in (problem.dims.S, lse.size):
         return jnp.zeros((*lse.shape, problem.Hv), problem.dtype), jnp.zeros_like(lse)
 
     def sums(*moved):
         moved = iter(moved)
-        q, k, v, *arrays = (x if dot is None else next(moved) for x, dot in zip(primals, dots, strict=True))
-        return _sums_of_shares(problem, q, k, v, with_float_arrays(score, arrays), mask, lse)
+        arrays = (x if dot is None else next(moved) for x, dot in zip(primals, dots, strict=True))
+        return _sums_of_shares(problem, operands.with_differentiable(arrays), lse)
 
     moved, moved_dots = zip(*moving, strict=True)
     (out, _), (out_dot, lse_dot) = jax.jvp(sums, moved, moved_dots)
     out_dot = (out_dot - lse_dot[..., None] * out).astype(problem.dtype)
     # It is 0 in padding already; this keeps a NaN in its cotangent out.
-    return tile.zero_padding(out_dot, lengths_of(mask).q_lengths), lse_dot
+    return tile.zero_padding(out_dot, lengths_of(operands.mask).q_lengths), lse_dot
 
 
-def _sums_of_shares(problem, q, k, v, score, mask, lse):
+def _sums_of_shares(problem, operands, lse):
     """The sums over the chunks of keys of w_j out_j [B, T, N, Hv], which is `out`, and of w_j [B, T, N], which is 1."""
+    q, k, v, score, mask = operands
     lengths = lengths_of(mask)
     queries, keys = chunks.of_problem(problem)
-    visited = chunks.visits(mask and mask.kv_range, queries, keys)
+    visited = chunks.visits(mask, "kv_range", queries, keys)
 
     def of_pair(i, j, operands):
         lse, q, k, v, score = operands
@@ -75,7 +74,7 @@ def _sums_of_shares(problem, q, k, v, score, mask, lse):
 
         rows = operands[0].shape[:3]
         zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype), jnp.zeros(rows, problem.acc_dtype)
-        return None, _scan(keys, add_pair, *manual_axes.made_alike(zeros, operands))[0]
+        return None, _scan(keys, add_pair, *varying.made_alike(zeros, operands))[0]
 
     # In the dtype of accumulation, in which their cotangents are then added up.
     wide = lambda x: x.astype(problem.acc_dtype)

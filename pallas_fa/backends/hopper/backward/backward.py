@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
-from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits
@@ -23,12 +23,12 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores import float_arrays
 
 
-def supports_backward(problem: Problem, gpu: Gpu | None = None) -> str | None:
-    """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
+def why_no_backward(problem: Problem, gpu: Gpu | None = None) -> str | None:
+    """Returns why these kernels can't do the gradients of a `problem` that the forward kernel does, None if they can."""
     gpu = gpu or Gpu.visible()
     for kind in passes(problem):
         plans = candidates(problem, kind, gpu)
@@ -56,23 +56,18 @@ def _why_not_score(problem):
 
 def backward(
     problem: Problem,
-    q: Any,
-    k: Any,
-    v: Any,
-    score: Any,
-    mask: Any,
-    out: Any,
-    lse: Any,
+    residuals: Residuals,
     d_out: Any,
     d_lse: Any,
     *,
     gpu: Gpu | None = None,
     interpret: bool = False,
-) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """Returns (dq, dk, dv, gradients of the score's float arrays in the order of its leaves), each in its array's dtype.
+) -> tuple[Any, ...]:
+    """Returns the gradients of `operands.differentiable`, each in its array's dtype.
 
     `gpu`: the one that the kernels are for; None for the visible one. `interpret`: for JAX's GPU interpret mode.
     """
+    (q, k, v, score, mask), out, lse = residuals
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     neg_lse, delta = row_statistics(problem, mask, out, lse, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them.
@@ -81,8 +76,7 @@ def backward(
     for kind in passes(problem):
         plan = choose(problem, kind, gpu or Gpu.visible(), interpret)
         found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, zero)
-    arrays = tuple(found[i] for i in range(len(float_arrays(score))))
-    return found["dq"], found["dk"], found["dv"], arrays
+    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score))))
 
 
 def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) -> dict[Any, Any]:

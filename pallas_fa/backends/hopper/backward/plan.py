@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_fa import masks
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
-from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper.backward.dq import DqSums

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from pallas_fa import masks
-from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu

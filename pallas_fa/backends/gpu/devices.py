@@ -1,4 +1,4 @@
-"""What a GPU has, as a value that plans and tables of tiles take as an argument."""
+"""The GPUs of this machine, and what one has, as a value that plans and tables of tiles take as an argument."""
 
 import dataclasses
 from typing import Any
@@ -32,13 +32,13 @@ class Gpu:
     @classmethod
     def visible(cls) -> "Gpu":
         """The first CUDA GPU of this process; an H100 or H200 SXM where there is none, to lower programs for one."""
-        devices = cuda_devices()
+        devices = of_platform("cuda")
         return cls.of(devices[0]) if devices else cls("9.0", 132, _SHARED_MEMORY_KB["9.0"] * 1024)
 
 
-def cuda_devices() -> list[Any]:
-    """The CUDA GPUs of this process."""
+def of_platform(platform: str) -> list[Any]:
+    """The devices of `platform`, such as "cuda"; none where JAX has no such platform here."""
     try:
-        return jax.devices("cuda")
+        return jax.devices(platform)
     except RuntimeError:
         return []

@@ -1,0 +1,261 @@
+"""The keyword arguments of attention: the one list of them, and the check of each by itself.
+
+`dot_product_attention`, `ring_attention`, `all_to_all_attention`, `attention_fn` and `explain` all take `Arguments`. What
+they mean is documented in `dot_product_attention`.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from pallas_fa import masks, scores
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
+
+Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+
+
+class Arguments(TypedDict, total=False):
+    """What a call may say beside query, key, value, bias and mask. Not given, flags are False, rates 0, all else None."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    score: scores.Score | None
+    precision: Precision | None
+    deterministic_gradients: bool
+    forward_mode: bool
+    dropout_rate: float
+    config: Any
+
+
+_NOT_GIVEN = {bool: False, float: 0.0}
+_DEFAULTS = {name: _NOT_GIVEN.get(kind) for name, kind in get_type_hints(Arguments).items()}
+FLAGS = tuple(name for name, default in _DEFAULTS.items() if default is False)
+
+
+def complete(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments: those `given`, and the defaults of the others.
+
+    Raises:
+      TypeError: an argument is not known, or a flag is no bool.
+    """
+    for name, value in given.items():
+        if name not in _DEFAULTS:
+            near = difflib.get_close_matches(name, _DEFAULTS, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else "Leave it out."
+            raise TypeError(f"{name}={value!r} is not an argument; known are {', '.join(_DEFAULTS)}. {remedy}")
+    for name in FLAGS:
+        if not isinstance(given.get(name, False), (bool, np.bool_, type(None))):
+            raise TypeError(f"{name}={given[name]!r} must be True or False, known while tracing.")
+    return _DEFAULTS | {name: x for name, x in given.items() if x is not None}
+
+
+def refuse_dropout(given: Mapping[str, Any]) -> None:
+    """Raises where dropout is asked of a function that has none."""
+    rate = given.get("dropout_rate")
+    if rate not in (None, 0):
+        raise NotImplementedError(
+            f"dropout_rate={rate!r}: this function has no dropout yet. In Flax modules use"
+            " attention_fn=pallas_fa.nn.attention_fn, which has it; else leave dropout_rate out."
+        )
+
+
+def refuse_forward_mode(given: Mapping[str, Any]) -> None:
+    """Raises where forward mode is asked of a function that has reverse mode only."""
+    if given.get("forward_mode"):
+        raise NotImplementedError(
+            "forward_mode=True: attention to a sharded sequence has reverse mode only. Use jax.vjp or jax.grad, or"
+            " dot_product_attention on whole arrays."
+        )
+
+
+def dropout_rate(rate: Any) -> float:
+    """`dropout_rate`, checked."""
+    if not is_static_number(rate) or not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
+        )
+    return float(rate)
+
+
+def with_signature[F: Callable[..., Any]](fn: F) -> F:
+    """`fn`, whose `**arguments` are `Arguments`, with a signature that names each, for `help` and `inspect`.
+
+    Type checkers read the source; here names and defaults say more without the types.
+    """
+    own = inspect.signature(fn).parameters.values()
+    named = [p.replace(annotation=p.empty) for p in own if p.kind is not p.VAR_KEYWORD]
+    named += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=d) for x, d in _DEFAULTS.items()]
+    fn.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return fn
+
+
+def float_array(name: str, x: Any) -> Any:
+    """`x` as an array, if it is of a float type."""
+    x = _array(name, x, "a float array [*B, length, heads, head dim]")
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
+    return x
+
+
+def scale(scale: Any, head_dim: int) -> tuple[float, scores.Score | None]:
+    """(static scale, score that scales by a traced one or None)."""
+    if scale is None:
+        return head_dim**-0.5, None
+    if is_static_number(scale):
+        if not np.isfinite(scale):
+            raise ValueError(f"scale={scale} must be finite. Leave it out for 1/sqrt(head dim) = {head_dim**-0.5:.4g}.")
+        return float(scale), None
+    if not is_array(scale) or scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"scale={scale!r} must be a float, a scalar float array, or None for 1/sqrt(head dim).")
+    return 1.0, scores.Custom(_times, jnp.asarray(scale))
+
+
+def _times(x, b, n, t, s, factor):
+    return x * factor
+
+
+def bias(bias: Any) -> scores.Bias | None:
+    """`bias` as a score."""
+    if bias is None:
+        return None
+    x = _array("bias", bias, "an array, broadcastable to [*B, N, T, S]")
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(jnp.float32)  # as in jax.nn, where it is added all the same
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"bias.dtype={x.dtype} must be a float type: a bias is added to the logits. Pass a bool array as `mask=`."
+        )
+    return scores.Bias(x)
+
+
+def _array(name, x, what):
+    """`x` as an array; what is none, but another kind of argument, is named."""
+    if is_array(x):
+        return x
+    for kind, keyword in ((masks.Mask, "mask"), (scores.Score, "score")):
+        if isinstance(x, kind) and keyword != name:
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be {what}. Pass it as `{keyword}=`.")
+        if isinstance(x, type) and issubclass(x, kind):
+            raise TypeError(f"{name} is the class {x.__name__}. Make one and pass it: `{keyword}={x.__name__}(...)`.")
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. Leave it out for none.") from e
+
+
+def soft_cap(cap: Any) -> scores.SoftCap | None:
+    """`logits_soft_cap` as a score."""
+    if cap is None:
+        return None
+    if not is_static_number(cap):
+        raise TypeError(f"logits_soft_cap={cap!r} must be a float > 0, or None. For a learned cap use scores.Custom.")
+    if not (cap > 0 and np.isfinite(cap)):
+        raise ValueError(f"logits_soft_cap={cap} must be positive and finite. Use None for no soft cap.")
+    return scores.SoftCap(cap)
+
+
+def score(score: Any) -> scores.Score | None:
+    """`score`, checked."""
+    if score is None or isinstance(score, scores.Score):
+        return score
+    if isinstance(score, masks.Mask):
+        raise TypeError(f"score is a {type(score).__name__}, a mask. Pass it as `mask=`.")
+    if isinstance(score, type) and issubclass(score, scores.Score):
+        raise TypeError(f"score is the class {score.__name__}. Make one and pass it: `score={score.__name__}(...)`.")
+    raise TypeError(
+        f"score is a {type(score).__name__}; it must be a pallas_fa.scores.Score. Wrap a function fn(x, b, n, t, s) as"
+        " scores.Custom(fn), an additive array as scores.Bias(array)."
+    )
+
+
+def mask(mask: Any) -> masks.Mask | None:
+    """`mask`, an array or a mask, as a mask."""
+    if mask is None or isinstance(mask, masks.Mask):
+        return mask
+    x = _array("mask", mask, "a bool array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask")
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask.dtype={x.dtype} must be bool (True: may attend). For a 0/1 mask pass `mask != 0`; pass an additive"
+            " mask as `bias=`."
+        )
+    return masks.Dense(x)
+
+
+def window_mask(window: Any) -> masks.Window | None:
+    """`local_window_size`, checked."""
+    if window is None:
+        return None
+    pair = (window, window) if is_static_number(window) else window
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"local_window_size={window!r} must be an int, or a pair (left, right) of ints or None.")
+    for side in pair:
+        if side is not None and not is_static_int(side):
+            raise TypeError(f"local_window_size={window!r} must hold ints (or None: no bound), got {side!r}.")
+        if side is not None and side < 0:
+            raise ValueError(f"local_window_size={window!r} must not be negative: 0 keeps the query's own position.")
+    return masks.Window(*pair)
+
+
+def segment_mask(dims: Dims, query_ids: Any, key_ids: Any) -> masks.Segments | None:
+    """The segment ids, checked: int [*B, T] and [*B, S], both or neither."""
+    if query_ids is None and key_ids is None:
+        return None
+    for name, ids in (("query_segment_ids", query_ids), ("key_value_segment_ids", key_ids)):
+        if ids is None:
+            raise ValueError(
+                f"{name} is None but the other segment ids are given: both or neither. For self-attention pass the same"
+                " array twice."
+            )
+    query_ids = _int_array("query_segment_ids", query_ids, (*dims.batch, dims.T), "[*B, T]")
+    key_ids = _int_array("key_value_segment_ids", key_ids, (*dims.batch, dims.S), "[*B, S]")
+    return masks.Segments(query_ids, key_ids)
+
+
+def lengths_mask(dims: Dims, query_lengths: Any, key_lengths: Any) -> masks.Lengths | None:
+    """The sequence lengths, checked: int [*B], each or none."""
+    if query_lengths is None and key_lengths is None:
+        return None
+    # Without batch dims jax.nn takes lengths [1], having added one.
+    unbatched = lambda x: jnp.reshape(x, ()) if not dims.batch and jnp.shape(x) == (1,) else x
+    pairs = (("query_seq_lengths", unbatched(query_lengths)), ("key_value_seq_lengths", unbatched(key_lengths)))
+    return masks.Lengths(*(None if x is None else _int_array(name, x, dims.batch, "[*B]") for name, x in pairs))
+
+
+def _int_array(name, x, shape, letters):
+    x = x if is_array(x) else jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}.dtype={x.dtype} must be an integer type. Convert it with `.astype(jnp.int32)`.")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}.shape={tuple(x.shape)} must be {letters} = {tuple(shape)}. Use jnp.broadcast_to.")
+    return x
+
+
+def precision(precision: Any) -> Any:
+    """`precision` as JAX takes it."""
+    named = (jax.lax.Precision, jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+    if precision is None or isinstance(precision, named):
+        return precision
+    try:
+        if isinstance(precision, str):
+            return jax.lax.Precision(precision)
+        first, second = precision
+        return jax.lax.Precision(first), jax.lax.Precision(second)
+    except (ValueError, TypeError) as e:
+        raise ValueError(
+            f"precision={precision!r} is not one of JAX's: None, 'default', 'high', 'highest', a jax.lax.Precision, a"
+            " pair of them, or a jax.lax.DotAlgorithm(Preset)."
+        ) from e

@@ -1,0 +1,126 @@
+"""Which backend runs a problem, and why the others do not."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_fa.backends import hopper, reference, xla
+from pallas_fa.backends.gpu import devices
+from pallas_fa.backends.record import Backend
+from pallas_fa.masks import Causal
+from pallas_fa.masks.base import parts_of
+from pallas_fa.operands.pytree import is_static_int
+from pallas_fa.problem import Problem
+
+
+def backends() -> tuple[Backend, ...]:
+    """All backends, in the order in which `implementation=None` tries them."""
+    return hopper.backend(), xla.BACKEND, reference.BACKEND
+
+
+_LET_CHOOSE = "Use implementation=None to let the library choose."
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The backend that runs a problem.
+
+    Attributes:
+      backend: runs it, where the program is lowered for the backend's platform.
+      elsewhere: runs it on other platforms; None where that is an error.
+      gradients: computes its gradients.
+    """
+
+    backend: Backend
+    elsewhere: Backend | None
+    gradients: Backend
+
+
+def choose(problem: Problem, implementation: Any) -> Choice:
+    """The first of `implementation` (a name, a tuple of names, None for the default order) that can do `problem`.
+
+    Raises NotImplementedError with every reason when none can.
+    """
+    named = _named(implementation, problem)
+    reasons = {backend.name: backend.supports(problem).forward for backend in named}
+    able = [backend for backend in named if reasons[backend.name] is None]
+    if not able:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        remedies = ["Leave config out." if problem.config is not None else "", _LET_CHOOSE if implementation else ""]
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot do this call: {listed}. {' '.join(filter(None, remedies))}".strip()
+        )
+    chosen = able[0]
+    elsewhere = next((backend for backend in able[1:] if backend.platform is None), None)
+    return Choice(chosen, elsewhere, _gradients(problem, chosen))
+
+
+def _gradients(problem, backend):
+    """`backend` itself if it can, else the first of the default order that can."""
+    able = (b for b in (backend, *_named(None, problem)) if b.supports(problem).backward is None)
+    return next(able, backend)
+
+
+def explain(problem: Problem, implementation: Any) -> str:
+    """One line for each backend: what it would do with `problem`."""
+    named = _named(implementation, problem)
+    able = [backend for backend in named if backend.supports(problem).forward is None]
+    chosen, second, *_ = [*able, None, None]
+    lines = []
+    for backend in backends():
+        reason = backend.supports(problem).forward
+        if backend == chosen:
+            verdict = "runs this call" + _remark(problem, backend)
+        elif reason is not None:
+            verdict = f"cannot: {reason}"
+        elif backend == second and chosen is not None and not _runs_here(chosen):
+            verdict = f"runs this call on this machine's {jax.default_backend()}"
+        else:
+            verdict = "could; comes later in the order" if backend in named else "could, but only when named"
+        lines.append(f"{backend.name}: {verdict}")
+    if problem.dims.T == 1 < problem.dims.S and any(map(_is_top_left, parts_of(problem.mask, Causal))):
+        lines.append(
+            "note: with one query, is_causal=True (Causal() aligned top-left) reads key 0 only. To read a cache of keys,"
+            ' pass mask=masks.Causal(align="bottom_right") with key_value_seq_lengths, or no causal mask.'
+        )
+    return "\n".join(lines)
+
+
+def _is_top_left(causal):
+    return is_static_int(causal.offset) and causal.offset == 0
+
+
+def _runs_here(backend):
+    return backend.platform is None or bool(devices.of_platform(backend.platform))
+
+
+def _remark(problem, backend):
+    where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
+    if problem.dropout_rate:
+        return ", dropout in plain jnp with the T x S weights in memory"
+    if backend.platform is None:
+        return ""
+    reason, other = backend.supports(problem).backward, _gradients(problem, backend).name
+    if problem.forward_mode:
+        reason, other = "forward_mode=True", "xla"
+    return where + (f"; {other} computes its gradients, because {reason}" if reason else "")
+
+
+def _named(implementation, problem) -> tuple[Backend, ...]:
+    known = {backend.name: backend for backend in backends()}
+    # Dropout is in no other backend yet.
+    default = tuple(backend.name for backend in known.values() if backend.by_default or problem.dropout_rate)
+    names = default if implementation is None else implementation
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"implementation={implementation!r} must be None, a name or a tuple of names of {tuple(known)}."
+        )
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"implementation={implementation!r}: {name!r} is not known. Known are {', '.join(map(repr, known))}, a"
+                " tuple of them to be tried in order, or None for the default order."
+            )
+    return tuple(known[name] for name in names)

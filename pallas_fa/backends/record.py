@@ -1,0 +1,48 @@
+"""A backend is one record: what it is called, what it can do, and how it does it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pallas_fa.problem import Operands, Problem, Residuals
+
+
+class Support(NamedTuple):
+    """Why a backend can't do the forward, or the backward, of a problem: a reason in words, or None where it can."""
+
+    forward: str | None = None
+    backward: str | None = None
+
+    @classmethod
+    def neither(cls, reason: str) -> "Support":
+        """For one reason."""
+        return cls(reason, reason)
+
+
+NO_TILES = "it has no tiles to configure, but config={config!r} was given"
+NO_DROPOUT = "it has no dropout yet (set dropout_rate=0, or let 'reference' do it with the T x S weights in memory)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to compute attention.
+
+    Attributes:
+      name: what callers write in `implementation=`.
+      supports: what it can do of a problem, on the platform that it is made for.
+      forward: (problem, operands) -> out [B, T, N, Hv] and lse [B, T, N].
+      backward: (problem, residuals, d_out, d_lse) -> the gradients of `operands.differentiable`, in their dtypes.
+      platform: the only platform that it can be lowered for; None for any.
+      needs: the device that it runs on, in words.
+      by_default: whether `implementation=None` may take it.
+      plain: forward is plain JAX, which JAX itself differentiates, in any mode and any number of times.
+    """
+
+    name: str
+    supports: Callable[[Problem], Support]
+    forward: Callable[[Problem, Operands], tuple[Any, Any]]
+    backward: Callable[[Problem, Residuals, Any, Any], tuple[Any, ...]]
+    platform: str | None = None
+    needs: str = "no particular device"
+    by_default: bool = True
+    plain: bool = False

@@ -1,0 +1,66 @@
+"""What callers inside `jax.shard_map` can get wrong."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from pallas_fa.context_parallel import placement as placements
+from pallas_fa.operands import varying
+from pallas_fa.operands.dims import Dims
+
+
+def axis_size(axis_name: Any) -> int:
+    """The number of devices along the mesh axis, if it is one that is manual here."""
+    if isinstance(axis_name, (tuple, list)):
+        raise TypeError(
+            f"axis_name={axis_name!r} must be one name of a mesh axis. Make the mesh with one axis for the sequence, of"
+            " size the product of these."
+        )
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of a mesh that is manual here. Call this inside jax.shard_map over a"
+            " mesh with that axis (named in axis_names, if that is given); outside of it use dot_product_attention."
+        ) from None
+
+
+def not_reference(implementation: Any) -> None:
+    """Raises for the implementation that a ring can't use."""
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if isinstance(names, (tuple, list)) and "reference" in names:
+        raise NotImplementedError(
+            f"implementation={implementation!r}: 'reference' has no backward for the keys of one hop. Use 'xla' or None."
+        )
+
+
+def is_sharded(axis_name: Any, **arrays: Any) -> None:
+    """Raises unless each array is this device's shard."""
+    for name, x in arrays.items():
+        if not isinstance(x, jax.Array):
+            continue
+        explicit = [axis for axis in jax.typeof(x).sharding.spec if axis is not None]
+        if explicit:
+            raise ValueError(
+                f"{name} is sharded over the explicit mesh axes {explicit} inside of a jax.shard_map that is manual over"
+                f" axis_name={axis_name!r}. Make them manual too (name them in its axis_names and in_specs), or make the"
+                " mesh with jax.sharding.AxisType.Auto for these axes."
+            )
+        if varying.known_alike(x, axis_name):
+            raise ValueError(
+                f"{name} is the same on all devices along axis_name={axis_name!r}, but each must hold its own shard of the"
+                f" sequence. Shard it: in_specs=PartitionSpec(None, {axis_name!r}) for [B, length, heads, dim] (and if these"
+                f" are shards, say so with jax.lax.pcast(x, {axis_name!r}, to='varying'))."
+            )
+
+
+def has_blocks(dims: Dims, size: int, placement: placements.Placement) -> None:
+    """Raises where the shards can't be cut into the blocks of the placement."""
+    for name, length in (("query", dims.T), ("key", dims.S)):
+        if length % placements.blocks_of(placement):
+            raise ValueError(
+                f"placement={placement!r} gives each device two blocks of one size, but {name} has the odd length {length}"
+                f" on each of {size} devices. Make the whole length a multiple of {2 * size} (pad it, and give"
+                " key_value_seq_lengths), or use placement='contiguous'."
+            )

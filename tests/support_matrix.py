@@ -1,0 +1,117 @@
+"""The feature matrix of docs/support.md, made from what the backends' records answer.
+
+usage: python -m tests.support_matrix        writes it into the page
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa import masks, scores
+from pallas_fa.backends import choice
+from pallas_fa.problem import normalise
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "support.md"
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+B, T, S, N, K = 2, 256, 320, 8, 2
+IDS = (B, T), (B, S)
+
+
+def _call(
+    *arrays: tuple[tuple[int, ...], Any], H: int = 64, Hv: int = 64, dtype: Any = jnp.bfloat16, keywords: Any = None
+):
+    """A call of q, k, v and these `arrays` (shape, dtype), whose keywords are `keywords(*arrays)`."""
+    shapes = [((B, T, N, H), dtype), ((B, S, K, H), dtype), ((B, S, K, Hv), dtype), *arrays]
+    return [jax.ShapeDtypeStruct(*x) for x in shapes], keywords or (lambda: {})
+
+
+def _always(**keywords: Any):
+    return _call(keywords=lambda: keywords)
+
+
+def _floor(x, b, n, t, s):
+    return jnp.floor(x)
+
+
+def _distance(b, n, t, s):
+    return abs(t - s) < 100
+
+
+def _gain(x, b, n, t, s, gain):
+    return x * gain
+
+
+_INT, _FLOAT = jnp.int32, jnp.float32
+FEATURES = {
+    "`bfloat16`, T != S, grouped heads": _always(),
+    "`float16`": _call(dtype=jnp.float16),
+    "`float32`": _call(dtype=jnp.float32),
+    "head dims that are multiples of 8, up to 256; Hv != H": _call(H=192, Hv=128),
+    "head dim 100": _call(H=100, Hv=100),
+    "head dim 512": _call(H=512, Hv=512),
+    "`is_causal`, `masks.Causal`, `masks.Window`": _always(
+        mask=masks.Causal(align="bottom_right") & masks.Window(128, 0)
+    ),
+    "sequence lengths": _call(((B,), _INT), keywords=lambda n: {"key_value_seq_lengths": n, "query_seq_lengths": n}),
+    "segment ids": _call(
+        *((shape, _INT) for shape in IDS),
+        keywords=lambda q, k: {"query_segment_ids": q, "key_value_segment_ids": k},
+    ),
+    "a dense mask": _call(((B, 1, T, S), jnp.bool_), keywords=lambda x: {"mask": x}),
+    "`masks.Custom`": _always(mask=masks.Custom(_distance)),
+    "`logits_soft_cap`": _always(logits_soft_cap=30.0),
+    "`scores.Alibi`, with a gradient to the slopes": _call(
+        ((N,), _FLOAT), keywords=lambda x: {"score": scores.Alibi(x)}
+    ),
+    "a bias `[B, N, T, S]`, with its gradient": _call(((B, N, T, S), _FLOAT), keywords=lambda x: {"bias": x}),
+    "a bias `[N, T, S]` shared by the batch, with its gradient": _call(
+        ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x}
+    ),
+    "`scores.Custom` with an array": _call(((N, 1, 1), _FLOAT), keywords=lambda x: {"score": scores.Custom(_gain, x)}),
+    "`deterministic_gradients=True`": _always(deterministic_gradients=True),
+    "the same with a shared bias `[N, T, S]`": _call(
+        ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x, "deterministic_gradients": True}
+    ),
+    '`precision="highest"`': _always(precision="highest"),
+    "dropout, through `pallas_fa.nn.attention_fn`": _always(dropout_rate=0.1),
+}
+
+
+@functools.cache
+def matrix() -> str:
+    """The table, in Markdown, with a note for each reason."""
+    names = [backend.name for backend in choice.backends()]
+    rows, notes = [], {}
+    note = lambda reason: notes.setdefault(reason, len(notes) + 1)
+    for feature, (arrays, keywords) in FEATURES.items():
+        problem = _problem(arrays, keywords)
+        cells = []
+        for backend in choice.backends():
+            support = backend.supports(problem)
+            if support.forward is not None:
+                cells.append(f"no ({note(support.forward)})")
+            else:
+                cells.append("yes" if support.backward is None else f"yes; gradients on xla ({note(support.backward)})")
+        rows.append(f"| {feature} | {' | '.join(cells)} |")
+    head = ["| | " + " | ".join(f"`{name}`" for name in names) + " |", "| --- " * (len(names) + 1) + "|"]
+    listed = [f"{number}. {reason}" for reason, number in notes.items()]
+    return "\n".join([*head, *rows, "", *listed])
+
+
+def _problem(arrays, keywords):
+    problems = []
+    jax.eval_shape(lambda q, k, v, *rest: problems.append(normalise(q, k, v, **keywords(*rest))[0]), *arrays)
+    return problems[0]
+
+
+def page_with(table: str) -> str:
+    """The page, with `table` in its place."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(matrix()))

@@ -1,0 +1,169 @@
+"""The keyword arguments: one list, with one meaning, wherever they are taken."""
+
+import inspect
+import json
+import pathlib
+import subprocess
+import sys
+from typing import get_type_hints
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+import pallas_fa.nn
+from pallas_fa import context_parallel, masks, scores
+from pallas_fa.arguments import Arguments
+
+NAMES = tuple(get_type_hints(Arguments))
+FUNCTIONS = (
+    pallas_fa.dot_product_attention,
+    context_parallel.ring_attention,
+    context_parallel.all_to_all_attention,
+    pallas_fa.nn.attention_fn,
+)
+ROOT = pathlib.Path(__file__).parent.parent
+X = jnp.ones((1, 4, 2, 8))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_every_function_takes_all_arguments_with_the_same_defaults(function):
+    ours = inspect.signature(function).parameters
+    of_api = inspect.signature(pallas_fa.dot_product_attention).parameters
+    for name in ("query", "key", "value", "bias", "mask", "implementation", *NAMES):
+        assert ours[name].default == of_api[name].default, name
+        assert ours[name].kind == of_api[name].kind, name
+
+
+def test_each_argument_is_documented_once():
+    doc = pallas_fa.dot_product_attention.__doc__
+    for name in inspect.signature(pallas_fa.dot_product_attention).parameters:
+        assert doc.count(f"\n      {name}: ") == 1, name
+
+
+@pytest.mark.parametrize("function", (pallas_fa.dot_product_attention, pallas_fa.explain, pallas_fa.nn.attention_fn))
+def test_an_unknown_argument_is_named(function):
+    with pytest.raises(TypeError, match="is_casual=True is not an argument.*Did you mean is_causal"):
+        function(X, X, X, is_casual=True)
+    with pytest.raises(TypeError, match="typo=1 is not an argument.*known are scale"):
+        function(X, X, X, typo=1)
+
+
+def test_none_is_what_is_not_given():
+    out = pallas_fa.dot_product_attention(X, X, X, **dict.fromkeys(NAMES))
+    np.testing.assert_array_equal(out, pallas_fa.dot_product_attention(X, X, X))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[:3], ids=lambda f: f.__name__)
+def test_dropout_is_refused_where_there_is_none(function):
+    keywords = {} if function is pallas_fa.dot_product_attention else {"axis_name": "ring", "placement": "zigzag"}
+    with pytest.raises((NotImplementedError, ValueError), match="attention_fn=pallas_fa.nn.attention_fn|axis_name="):
+        function(X, X, X, dropout_rate=0.1, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    (
+        ({"mask": masks.Causal}, r"mask is the class Causal.*mask=Causal\(\.\.\.\)"),
+        ({"mask": "causal"}, "mask='causal' is a str; it must be a bool array"),
+        ({"mask": scores.SoftCap(3.0)}, "mask is a SoftCap.*Pass it as `score=`"),
+        ({"bias": scores.SoftCap(3.0)}, "bias is a SoftCap.*Pass it as `score=`"),
+        ({"bias": masks.Causal()}, "bias is a Causal.*Pass it as `mask=`"),
+        ({"score": masks.Causal()}, "score is a Causal.*Pass it as `mask=`"),
+        ({"score": scores.SoftCap}, "score is the class SoftCap"),
+        ({"bias": "alibi"}, "bias='alibi' is a str"),
+    ),
+)
+def test_one_kind_of_argument_for_another(keywords, message):
+    for function in (pallas_fa.dot_product_attention, pallas_fa.explain):
+        with pytest.raises(TypeError, match=message):
+            function(X, X, X, **keywords)
+
+
+def test_masks_and_scores_are_not_true_or_false():
+    with pytest.raises(TypeError, match="a Causal is not True or False.*`&`"):
+        masks.Causal() and masks.Window(3, 0)
+    with pytest.raises(TypeError, match="a SoftCap is not True or False.*`then`"):
+        scores.SoftCap(1.0) or None
+
+
+@pytest.mark.parametrize("array", (np.ones((4, 4), bool), jnp.ones((4, 4), bool)), ids=("numpy", "jax"))
+def test_an_array_does_not_combine_with_a_mask(array):
+    for combine in (lambda a, b: a & b, lambda a, b: b | a):
+        with pytest.raises(TypeError, match=r"Wrap a bool array as pallas_fa.masks.Dense\(array\)"):
+            combine(array, masks.Causal())
+    with pytest.raises(TypeError, match="the class Window: make a mask of it"):
+        masks.Causal() & masks.Window  # pyright: ignore[reportOperatorIssue]
+
+
+# ---- advice works when it is followed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "index"),
+    (((2, 7), ":, None, None, :"), ((2, 5, 7), ":, None, :, :"), ((3, 7), ":, None, :"), ((2, 3), ":, :")),
+)
+def test_how_to_align_a_mask(shape, index):
+    q, k = jnp.ones((2, 5, 3, 8)), jnp.ones((2, 7, 3, 8))
+    mask = np.ones(shape, bool)
+    with pytest.raises(ValueError) as error:
+        pallas_fa.dot_product_attention(q, k, k, mask=mask)
+    advice = f"mask[{index}"
+    assert advice in str(error.value)
+    written = str(error.value).rsplit("`", 2)[1]
+    aligned = eval(written, {"mask": mask})
+    expected = jnp.ones_like(q)
+    np.testing.assert_allclose(pallas_fa.dot_product_attention(q, k, k, mask=aligned), expected, rtol=1e-6)
+
+
+def test_two_dims():
+    q = jnp.ones((5, 8))
+    with pytest.raises(ValueError, match=r"pass `query\[:, None\]`"):
+        pallas_fa.dot_product_attention(q, q, q)
+    assert pallas_fa.dot_product_attention(q[:, None], q[:, None], q[:, None]).shape == (5, 1, 8)
+
+
+def test_a_config_for_nobody():
+    with pytest.raises(NotImplementedError, match="Leave config out.$"):
+        pallas_fa.dot_product_attention(X, X, X, config=3)
+
+
+# ---- what the package shows ---------------------------------------------------------------------------------------------
+
+
+def test_the_package_shows_its_public_names_only():
+    public = {"context_parallel", "dot_product_attention", "explain", "masks", "mosaic_gpu", "nn", "scores"}
+    assert {name for name in dir(pallas_fa) if not name.startswith("__")} == public
+    assert len(pallas_fa.__doc__.splitlines()) > 5
+    with pytest.raises(AttributeError, match="no_such_name"):
+        pallas_fa.no_such_name  # noqa: B018
+
+
+def test_nn_and_the_configs_are_there_when_asked_for():
+    code = "import sys, pallas_fa; assert 'flax' not in sys.modules; pallas_fa.nn.linen; pallas_fa.mosaic_gpu.config.Config"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+USER = """
+import jax
+import pallas_fa
+from pallas_fa import masks, scores
+
+def attend(x: jax.Array):
+    reveal_type(pallas_fa.dot_product_attention(x, x, x, is_causal=True, mask=masks.Causal() & masks.Window(3, 0)))
+    reveal_type(pallas_fa.dot_product_attention(x, x, x, score=scores.SoftCap(3.0), return_residual=True))
+    pallas_fa.dot_product_attention(x, x, x, is_causal="yes")
+    pallas_fa.dot_product_attention(x, x, x, is_casual=True)
+"""
+
+
+def test_a_type_checker_knows_what_a_call_returns(tmp_path):
+    """In strict mode: the types of both results, and an error for each of the two wrong calls, and none else."""
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    said = [(x["severity"], x["range"]["start"]["line"]) for x in found]
+    assert said == [("information", 6), ("information", 7), ("error", 8), ("error", 9)], found
+    assert '"Array"' in found[0]["message"] and '"tuple[Array, Array]"' in found[1]["message"]
