@@ -39,7 +39,9 @@ def launch(
         results = plgpu.kernel(
             with_names,
             out_type=out_type,
-            grid=(ctas,),  # one axis: only the first of CUDA's three may pass 65535
+            grid=(
+                ctas,
+            ),  # one axis: only the first of CUDA's three may pass 65535 (evidence: forward/grid-and-scratch)
             grid_names=(AXIS,),
             num_threads=warpgroups,
             thread_name="wg",
@@ -50,4 +52,5 @@ def launch(
         )(*operands)
     # In a loop that also stores a result in a larger array (`lax.scan` over layers, under grad), XLA would otherwise run
     # the kernel twice: once into the larger array, and once for the other users.
+    # Evidence: library/results-behind-a-barrier.
     return tuple(lax.optimization_barrier(tuple(results)))

@@ -56,7 +56,7 @@ class StreamedVisits:
     def parts(self) -> int:
         """Parts of a block with visits of their own: its warpgroups or 1.
 
-        Where visits are known, skipping costs more than it saves (evidence: backward-skipped-tiles).
+        Where visits are known, skipping costs more than it saves (evidence: backward/skip-half-tiles).
         """
         return self.warpgroups if self.mask is not None and self.known is None else 1
 

@@ -1,6 +1,6 @@
 """Tables of tiles: data that says what is best for which calls, with the record of the evidence.
 
-The records are in docs/decisions/, each in the file of its id.
+The id of a record is its path in docs/decisions/ without the ending, such as `forward/tiles`.
 """
 
 import dataclasses

@@ -44,10 +44,11 @@ class ForwardConfig:
       l2_head_group: heads whose CTAs run concurrently, so that their keys and values stay in the L2 cache; the CTAs with
         the most work first. It applies where there is a mask.
       pin_softmax: stores the row sums in each step. Nothing reads them: the store stops ptxas from sinking the
-        exponentials below the wait for P V, which they are to overlap.
+        exponentials below the wait for P V, which they are to overlap (evidence: forward/pin-the-softmax).
       q_block_pairs: pairs of query blocks per CTA; 0: a single block. Each block's loads overlap the epilogue of the
         block before.
-      ping_pong: the warpgroups issue their matmuls alternately, so that one's softmax overlaps the other's matmuls.
+      ping_pong: the warpgroups issue their matmuls alternately, so that one's softmax overlaps the other's matmuls
+        (evidence: forward/ping-pong).
       q_in_registers: queries are an operand in registers, not in shared memory.
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which

@@ -62,7 +62,7 @@ class Order:
     def stagger(self) -> int:
         """How many tiles further on each CTA starts than the one before; after the last tile it goes on at the first.
 
-        Not with a bias of [T, S] (evidence: backward-stagger).
+        Not with a bias of [T, S] (evidence: backward/stagger).
         """
         applies = self.kind.fused and self.problem.mask is None and not self.arrays.of_kind("tile")
         return self.config.stagger if applies else 0

@@ -37,7 +37,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return sums
 
     ds_smem = _ds_smem(w, done)
-    dv_first = plan.problem.mask is not None  # evidence: backward-dv-first
+    dv_first = plan.problem.mask is not None  # evidence: backward/dv-matmul-first
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     ds_smem[rows] = ds

@@ -43,22 +43,24 @@ _H256 = dict(head_dim=up_to(256), value_dim=up_to(256))
 
 FIRST_STORE = Table(
     (
-        Row(True, "backward-first-store", dict(visit_table=True)),
-        Row(True, "backward-first-store", dict(masked=False, length=up_to(2048))),
-        Row(True, "backward-first-store", dict(masked=True, length=up_to(8192))),
-        Row(False, "backward-first-store"),
+        Row(True, "backward/first-store", dict(visit_table=True)),
+        Row(True, "backward/first-store", dict(masked=False, length=up_to(2048))),
+        Row(True, "backward/first-store", dict(masked=True, length=up_to(8192))),
+        Row(False, "backward/first-store"),
     )
 )
-STORE_WARPS = Table((Row(1, "backward-store-warps", dict(visit_table=True)), Row(2, "backward-store-warps")))
-STAGGER = Table((Row(2, "backward-stagger", dict(length=up_to(8192))), Row(7, "backward-stagger")))
+STORE_WARPS = Table((Row(1, "backward/dq-store-warps", dict(visit_table=True)), Row(2, "backward/dq-store-warps")))
+STAGGER = Table((Row(2, "backward/stagger", dict(length=up_to(8192))), Row(7, "backward/stagger")))
 BY_TILE = Table(
     (
-        Row(True, "backward-by-tile", dict(group=at_least(8))),
-        Row(True, "backward-by-tile", dict(group=at_least(4), length=at_least(4096))),
-        Row(False, "backward-by-tile"),
+        Row(True, "backward/query-heads-by-tile", dict(group=at_least(8))),
+        Row(True, "backward/query-heads-by-tile", dict(group=at_least(4), length=at_least(4096))),
+        Row(False, "backward/query-heads-by-tile"),
     )
 )
-L2_HEAD_GROUP = Table((Row(16, "backward-head-groups", dict(group=at_least(2))), Row(8, "backward-head-groups")))
+L2_HEAD_GROUP = Table(
+    (Row(16, "backward/l2-head-grouping", dict(group=at_least(2))), Row(8, "backward/l2-head-grouping"))
+)
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -87,20 +89,20 @@ _LARGE = (
 
 TILES = Table(
     (
-        Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), "backward-tiles", _H64 | dict(gives=_FUSED)),
-        Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), "backward-tiles", _H64),
+        Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), "backward/tiles", _H64 | dict(gives=_FUSED)),
+        Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), "backward/tiles", _H64),
         Row(
             Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)),
-            "backward-tiles",
+            "backward/tiles",
             _H128 | dict(gives=_QUERIES),
         ),
-        Row(_NARROW, "backward-tiles", _H128 | dict(gives=_KEYS)),
-        Row(_NARROW, "backward-tiles", _H128 | dict(gives=_FUSED, head_dim=128)),
-        Row(Choice((), {}, _SMALL), "backward-tiles", _H128 | dict(gives=_FUSED)),
+        Row(_NARROW, "backward/tiles", _H128 | dict(gives=_KEYS)),
+        Row(_NARROW, "backward/tiles", _H128 | dict(gives=_FUSED, head_dim=128)),
+        Row(Choice((), {}, _SMALL), "backward/tiles", _H128 | dict(gives=_FUSED)),
         # Past 128, only one gradient of a pass fits a warpgroup's registers.
-        Row(Choice((), {}, ()), "backward-passes", dict(gives={_FUSED, _KEYS})),
-        Row(Choice((), {}, _LARGE), "backward-tiles", _H256),
-        Row(Choice((), {}, ()), "backward-tiles"),
+        Row(Choice((), {}, ()), "backward/one-fused-kernel", dict(gives={_FUSED, _KEYS})),
+        Row(Choice((), {}, _LARGE), "backward/tiles", _H256),
+        Row(Choice((), {}, ()), "backward/tiles"),
     )
 )
 

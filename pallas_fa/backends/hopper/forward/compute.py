@@ -27,7 +27,7 @@ class Compute:
 
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, wg: Any, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.wgmma, self.turns = Wgmma(plan.interpret), ping_pong_barrier(plan, scratch)
+        self.wgmma, self.ping_pong = Wgmma(plan.interpret), ping_pong_barrier(plan, scratch)
         self.k, self.v = plan.k.matrix(scratch["k_smem"]), plan.v.matrix(scratch["v_smem"])
         self.q = plan.q.matrix(scratch["q_smem"]).at[wg]
         self.t0 = block.t0 + wg * 64
@@ -51,18 +51,18 @@ class Compute:
     def _slot(self, i):
         return lax.rem(jnp.asarray(self.block.done + i, jnp.int32), self.plan.config.stages)
 
-    def _wait_turn(self):
-        if self.turns:
-            self.turns.wait(self.wg)
+    def _wait_to_issue(self):
+        if self.ping_pong:
+            self.ping_pong.wait(self.wg)
 
-    def _pass_turn(self):
-        if self.turns:
-            self.turns.arrive(lax.rem(self.wg + 1, self.plan.config.compute_wgs))
+    def _let_next_issue(self):
+        if self.ping_pong:
+            self.ping_pong.arrive(lax.rem(self.wg + 1, self.plan.config.compute_wgs))
 
     def _skip(self, i):
         """Takes part in the barriers of a step that only other warpgroups compute."""
-        self._wait_turn()
-        self._pass_turn()
+        self._wait_to_issue()
+        self._let_next_issue()
         slot = self._slot(i)
         for name in ("k", "v"):
             plgpu.barrier_wait(self.scratch[f"{name}_ready"].at[slot])
@@ -97,11 +97,11 @@ class Compute:
         """Returns (acc, maximum, partial sums, p). Nothing is accumulated yet."""
         plan, scratch, slot = self.plan, self.scratch, self._slot(i)
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
-        self._wait_turn()
+        self._wait_to_issue()
 
         def products(x_acc):
             self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
-            self._pass_turn()
+            self._let_next_issue()
             return self.wgmma.result(x_acc, in_flight=0)
 
         x = self.wgmma.scoped(products, (64, plan.config.block_kv))
@@ -126,7 +126,7 @@ class Compute:
             self.wgmma.inner_products(x_acc, self.q, self.k.at[k_slot])
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
-            self._pass_turn()
+            self._let_next_issue()
             x = self.wgmma.result(x_acc, in_flight=len(accs))
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
             results = online_softmax(plan, *self.logits.apply(x, i, is_boundary), m, l, is_boundary)
@@ -135,12 +135,13 @@ class Compute:
             return results
 
         plgpu.barrier_wait(scratch["k_ready"].at[k_slot])
-        self._wait_turn()
+        self._wait_to_issue()
         like_p = plgpu.layout_cast(jnp.zeros(p.shape, jnp.float32), TILE)
         like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
         acc, (l, p, *new_max) = self.wgmma.updated(matmuls, acc, (64, plan.config.block_kv), like=like)
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])
-        # p is rounded only now: ptxas serialises all matmuls where operands in registers are made while one is in flight.
+        # p is rounded only now: ptxas serialises all matmuls where operands in registers are made while one is in flight
+        # (evidence: forward/probabilities-after-the-wait).
         if new_max:
             m, rescale = new_max
             acc = epilogue.times_rows(acc, rescale)

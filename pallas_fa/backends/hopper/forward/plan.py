@@ -48,7 +48,8 @@ class ForwardPlan:
         """The query blocks of one head, and how CTAs share them."""
         c, T = self.config, self.problem.dims.T
         is_masked = self.problem.mask is not None
-        # Under most masks the first queries see the fewest keys: rows that a block lacks cost least there.
+        # Under most masks the first queries see the fewest keys, so rows that a block lacks cost least there.
+        # Evidence: forward/front-padding-rows.
         front_padding = -(-(-T // 64) * 64) % c.block_q if is_masked and self.skips_steps else 0
         return QueryBlocks(T, c.block_q, c.q_block_pairs if T > c.block_q else 0, front_padding, last_first=is_masked)
 
@@ -68,7 +69,8 @@ class ForwardPlan:
     def skips_steps(self) -> bool:
         """Whether a warpgroup skips steps in which only other queries of its block see keys.
 
-        Only where a warpgroup sees fewer key blocks than the CTA: query blocks longer than these, or past the end.
+        Only where a warpgroup sees fewer key blocks than the CTA: query blocks longer than these, or past the end
+        (evidence: forward/skip-half-tiles).
         """
         c = self.config
         shorter = self.problem.mask is not None and c.block_q > c.block_kv
@@ -90,7 +92,7 @@ class ForwardPlan:
         """Whether the softmax subtracts the maximum.
 
         A score with a bound, such as a soft cap, needs no maximum: exp(60) = 1e26, and sums of 10^7 of them, are float32
-        and bfloat16 numbers as good as any.
+        and bfloat16 numbers as good as any (evidence: forward/soft-cap-without-maximum).
         """
         bound = None if self.problem.score is None else self.problem.score.bound
         return bound is None or bound > 60 or self.problem.dtype != jnp.bfloat16

@@ -54,7 +54,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
 
 
 def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:
-    """Barriers of ping-pong scheduling: at barrier i, warpgroup i waits until the one before has issued its matmuls."""
+    """Barriers of ping-pong scheduling, if it is on: at barrier i, warpgroup i waits until the one before has issued."""
     return numbered(_parties(plan), scratch).get("ping_pong")
 
 

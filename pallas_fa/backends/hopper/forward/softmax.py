@@ -33,7 +33,7 @@ def online_softmax(plan: ForwardPlan, x: Any, factor: float, m: Any, l: Any, is_
     shifts = lax.broadcast_in_dim(shift, x.shape, [0])
     if has_score:
         p, rescale = jnp.exp2((x - shifts) * base_2), jnp.exp2((m - shift) * base_2)
-    else:  # one instruction for product and difference: forward-softmax
+    else:  # one instruction; evidence: forward/exponent-in-one-instruction
         p, rescale = jnp.exp2(x * base_2 - shifts), jnp.exp2(m - shift)
     return _plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p), p, new_m, rescale
 

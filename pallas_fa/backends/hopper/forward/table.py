@@ -7,7 +7,7 @@ from pallas_fa.backends.gpu.devices import Gpu
 from pallas_fa.backends.gpu.tables import Row, Span, Table, up_to
 from pallas_fa.backends.hopper.config import ForwardConfig
 
-# A CTA takes this long to start, in query blocks (evidence: forward-pairs).
+# A CTA takes this long to start, in query blocks (evidence: forward/q-blocks-per-cta).
 _CTA_START = 0.25
 
 
@@ -48,7 +48,7 @@ TILES = Table(
     (
         Row(
             (ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL),
-            "forward-documents-h64",
+            "forward/tiles",
             _H64 | dict(packed=True),
         ),
         Row(
@@ -57,35 +57,37 @@ TILES = Table(
                 ForwardConfig(2, ping_pong=True),
                 *_SMALL,
             ),
-            "forward-tiles",
+            "forward/tiles",
             _H64,
         ),
         Row(
             _two_warpgroups(q_in_registers=True, l2_head_group=1),
-            "forward-queries-in-registers",
+            "forward/queries-in-registers",
             _H128 | dict(uniform=True, visit_table=True),
         ),
         Row(
             _two_warpgroups(q_in_registers=True, l2_head_group=8),
-            "forward-queries-in-registers",
+            "forward/queries-in-registers",
             _H128 | dict(uniform=True),
         ),
-        Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward-head-groups", _H192 | dict(visit_table=True)),
-        Row(_two_warpgroups(ping_pong=True, l2_head_group=8), "forward-tiles", _H192),
-        Row(_SMALL, "forward-tiles"),
+        Row(
+            _two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", _H192 | dict(visit_table=True)
+        ),
+        Row(_two_warpgroups(ping_pong=True, l2_head_group=8), "forward/tiles", _H192),
+        Row(_SMALL, "forward/tiles"),
     )
 )
 
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
 PAIRS = Table(
     (
-        Row((4, 2, 1, 0), "forward-pairs", _H64 | dict(packed=True)),
-        Row((3, 0), "forward-pairs", _H64 | dict(length=Span(961, 1024), uniform=False, visit_table=False)),
-        Row((0,), "forward-pairs", _H64),
-        Row((4, 2, 1, 0), "forward-pairs", _H192 | dict(visit_table=True)),
-        Row((1, 0), "forward-pairs", _H192 | dict(uniform=True, length=up_to(8192))),
-        Row((2, 1, 0), "forward-pairs", _H192 | dict(uniform=False, length=up_to(2048))),
-        Row((0,), "forward-pairs"),
+        Row((4, 2, 1, 0), "forward/q-blocks-per-cta", _H64 | dict(packed=True)),
+        Row((3, 0), "forward/q-blocks-per-cta", _H64 | dict(length=Span(961, 1024), uniform=False, visit_table=False)),
+        Row((0,), "forward/q-blocks-per-cta", _H64),
+        Row((4, 2, 1, 0), "forward/q-blocks-per-cta", _H192 | dict(visit_table=True)),
+        Row((1, 0), "forward/q-blocks-per-cta", _H192 | dict(uniform=True, length=up_to(8192))),
+        Row((2, 1, 0), "forward/q-blocks-per-cta", _H192 | dict(uniform=False, length=up_to(2048))),
+        Row((0,), "forward/q-blocks-per-cta"),
     )
 )
 
