@@ -53,7 +53,7 @@ def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 
 
-# With so few heads the tables choose no pairs: blocks of threads would be too few.
+# With so few heads the tables choose no pairs: there would be too few CTAs.
 PAIRS = (
     (Case(1000, 1000, "causal", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(3, ping_pong=True, q_block_pairs=3)),
     (Case(1500, 1500, "packed", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(2, ping_pong=True, q_block_pairs=4)),

@@ -53,7 +53,7 @@ def _store(w, d_qk, d_pv):
         stores.append((plan.tiles.stationary_pv, w.stationary_pv_name, "dv"))
     if d_qk:
         if plan.dq:
-            w.barriers["wgs_meet"].wait()  # from here on nobody reads keys
+            w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
         for i, x in enumerate(d_qk):
             w.stationary_qk[i, w.rows] = (x * plan.problem.scale).astype(dtype)
         stores.append((plan.tiles.stationary_qk, "stationary_qk", "dk" if plan.kind.keys_stationary else "dq"))
@@ -91,7 +91,7 @@ def _head(w, n, done, accs):
     """
     plan, block, table = w.plan, w.block, w.gmem.visit_table
     first, last = plan.visits.of_block(table, block.b, n, block.number)
-    own = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
+    visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
     scalars = w.scalars(n)
     sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_STATIONARY) for _ in plan.score_gradients.summed)
 
@@ -115,11 +115,11 @@ def _head(w, n, done, accs):
         if plan.visits.parts > 1:
             over(start, end, lambda tile, before, _: skip(w, before), None)
 
-    skip_all(first, own.first)
-    sums = run(own.first, own.full_first, True, sums)
-    sums = run(own.full_first, own.full_last, False, sums)
-    sums = run(own.full_last, own.last, True, sums)
-    skip_all(own.last, last)
+    skip_all(first, visits.first)
+    sums = run(visits.first, visits.full_first, True, sums)
+    sums = run(visits.full_first, visits.full_last, False, sums)
+    sums = run(visits.full_last, visits.last, True, sums)
+    skip_all(visits.last, last)
     if sums:
         _store_sums(w, n, sums)
     return done + (last - first)

@@ -5,7 +5,7 @@ claimed the tile. Once its stores are done it publishes the tile through the cou
 they add. They wait for a CTA that runs, since it has claimed the tile.
 
 No CTAs wait for each other in a circle, whichever run at the same time. Where one warp of a CTA claims tiles, it publishes
-each before it claims the next, so nobody waits for a CTA that waits. Where two warps alternate, one may wait while a tile
+each before it claims the next, so no CTA waits for one that waits. Where two warps alternate, one may wait while a tile
 that the other has claimed is still computed. There all CTAs visit the tiles in the same order, so a CTA that others wait for
 can itself wait only for an earlier tile.
 """
