@@ -13,10 +13,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.distributed.scaling_programs import Measured
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import Compiled
 from benchmarks.rows import Row
-from benchmarks.scaling_programs import Measured
 from benchmarks.workloads import Workload, self_attention
 from models.data import Corpus
 from models.gpt import SIZES

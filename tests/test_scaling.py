@@ -7,9 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import comms_model, measure, rows, scaling, training_program, tune_training
-from benchmarks.comms_model import Curve, Network, Rates
-from benchmarks.scaling_programs import Attention, Link
+from benchmarks import measure, rows, training_program
+from benchmarks.distributed import comms_model, scaling, tune_training
+from benchmarks.distributed.comms_model import Curve, Network, Rates
+from benchmarks.distributed.scaling_programs import Attention, Link
 from benchmarks.training_program import SideBySide, Training
 from models.step import make_train_step
 

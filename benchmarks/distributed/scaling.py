@@ -1,4 +1,4 @@
-"""Measures how attention and training scale over the devices of this host: `python -m benchmarks.scaling --out ROWS`.
+"""Measures how attention and training scale over the devices of this host: `python -m benchmarks.distributed.scaling`.
 
 SCALING.md says what the rows are for, and comms_model.py reads them.
 """
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, measure, progress, rows
-from benchmarks.scaling_programs import Attention, Kernel, Link, Measured
+from benchmarks.distributed.scaling_programs import Attention, Kernel, Link, Measured
 from benchmarks.training_program import InitialParameters, SideBySide, Training
 from benchmarks.workloads import Workload, self_attention
 
-_RESULTS = Path(__file__).parent / "results"
+_RESULTS = Path(__file__).parent.parent / "results"
 _COMPILE_SHARE = 0.7  # of the budget, at most
 DIRECTIONS = ("forward", "fwdbwd")
 
@@ -219,7 +219,7 @@ def _line(row: rows.Row) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     on_cpu = jax.devices()[0].platform == "cpu"
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed.scaling", description=__doc__)
     add = parser.add_argument
     add("--suite", choices=SIZES, default="tiny" if on_cpu else "hopper", help="default: %(default)s here")
     add("--devices", type=int, default=jax.device_count(), help="up to how many (default: all, %(default)s here)")

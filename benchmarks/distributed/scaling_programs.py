@@ -1,4 +1,4 @@
-"""What benchmarks/scaling.py measures on R devices of one host: links, kernels, attention to one sequence.
+"""What scaling.py measures on R devices of one host: links, kernels, attention to one sequence.
 
 Training is in training_program.py. Each program knows what it is (`what`), which arguments it runs on, and what follows
 from its time (`figures`). TFLOP/s are those of one device, of allowed pairs only, and sizes in bytes are those of one

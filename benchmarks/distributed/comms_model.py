@@ -1,7 +1,7 @@
-"""Communication against compute in context parallelism: `python -m benchmarks.comms_model ROWS`. SCALING.md explains it.
+"""Models communication against compute in context parallelism: `python -m benchmarks.distributed.comms_model ROWS`.
 
-Reads the rows of benchmarks/scaling.py and measures nothing. Causal attention to one sequence of S tokens over R devices,
-forward and backward, with the heads of the rows.
+Reads the rows of scaling.py and measures nothing; SCALING.md explains it. Causal attention to one sequence of S tokens
+over R devices, forward and backward, with the heads of the rows.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Rates:
         if needed or not plain:
             raise SystemExit(
                 f"These rows have no times of kind {', '.join(sorted(needed)) or 'attention on one device'}, which the model"
-                " is made of. Measure them with benchmarks.scaling on 2 or more devices."
+                " is made of. Measure them with benchmarks.distributed.scaling on 2 or more devices."
             )
         shape, dtype = plain[0]["shape"], plain[0]["dtype"]
         assert shape["H"] == shape["Hv"]
@@ -253,9 +253,9 @@ def draw(rates: Rates, network: Network | None, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.comms_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed.comms_model", description=__doc__)
     add = parser.add_argument
-    add("rows", nargs="+", type=Path, help="JSONL files that benchmarks.scaling wrote, of one device model")
+    add("rows", nargs="+", type=Path, help="JSONL files that benchmarks.distributed.scaling wrote, of one device model")
     add("--host-devices", type=int, metavar="R", help="devices of one host; past it, traffic crosses the network")
     add("--network-gb-per-s", type=float, metavar="GB/S", help="of the network, for each device")
     add("--network-us", type=float, metavar="US", help="latency of the network")

@@ -1,6 +1,7 @@
 """Times variants of the data-parallel training step in turns, on all GPUs of this host, beside the step of one GPU.
 
-python -m benchmarks.tune_training "xla_gpu_enable_nccl_user_buffers=True" "xla_gpu_all_gather_combine_threshold_bytes=2**26"
+python -m benchmarks.distributed.tune_training "xla_gpu_enable_nccl_user_buffers=True" \
+    "xla_gpu_all_gather_combine_threshold_bytes=2**26"
 
 Each argument is one variant: XLA's options (bool, int, float or str) beside those of models/mesh.py, or in their place.
 The first line is one GPU; "side by side", each GPU takes that step for itself, with nothing sent. What NCCL reads from the
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks import progress, rows
-from benchmarks.scaling import SIZES, Runner, Sizes, compile_all
+from benchmarks.distributed.scaling import SIZES, Runner, Sizes, compile_all
 from benchmarks.training_program import SideBySide, Training
 from benchmarks.tune import keywords, labels
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     on_gpu = jax.devices()[0].platform == "gpu"
     sizes = SIZES["hopper" if on_gpu else "tiny"]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune_training",
+        prog="python -m benchmarks.distributed.tune_training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
