@@ -9,6 +9,7 @@ os.environ["NPROC"] = "16"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
@@ -23,6 +24,16 @@ def small_chunks(monkeypatch):
     from pallas_fa.backends.xla import chunks
 
     monkeypatch.setattr(chunks, "_CHUNK_LOGITS", 1)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs that are lowered and then compiled are compiled without optimisation, in about half the time."""
+    compile_ = jax.stages.Lowered.compile
+    quick = {"xla_backend_optimization_level": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: compile_(self, quick | (options or {})))
+        yield
 
 
 @pytest.fixture

@@ -5,24 +5,21 @@ SCALING.md says what the rows are for, and comms_model.py reads them.
 
 import argparse
 import dataclasses
-import datetime
-import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import machine, measure, progress, rows
-from benchmarks.distributed.scaling_programs import Attention, Kernel, Link, Measured
+from benchmarks import command, machine, measure, progress, row_file, rows
+from benchmarks.distributed.scaling_programs import Attention, Kernel, Link
+from benchmarks.measure import Measured
 from benchmarks.training_program import InitialParameters, SideBySide, Training
 from benchmarks.workloads import Workload, self_attention
 
-_RESULTS = Path(__file__).parent.parent / "results"
 _COMPILE_SHARE = 0.7  # of the budget, at most
 DIRECTIONS = ("forward", "fwdbwd")
 
@@ -126,26 +123,20 @@ class Runner:
         bounds, truth = [], None
         for program in programs:
             row = found[id(program)]
-            if program.error is None and time.monotonic() > self.end:
-                row["error"] = "not run: the budget was spent"
-            if row["error"]:
-                continue
-            try:
-                bound = measure.Bound(program, [program.arguments()])
-                outputs, row["first_call_s"] = bound.first()
-                if isinstance(program, Attention) and program.workload.S == self.checked:
-                    results = program.results(outputs)
-                    if program.devices == 1:
-                        truth = results
-                    elif truth is not None:
-                        row["max_error"] = max_error(results, truth)
-                    del results
-                del outputs
-                target_s = self.training_s if isinstance(program, Training) else self.target_s
-                bound.warm_up(target_s, dispatches=0)
+
+            def check(outputs, program=program, row=row):
+                nonlocal truth
+                if not isinstance(program, Attention) or program.workload.S != self.checked:
+                    return
+                results = program.results(outputs)
+                if program.devices == 1:
+                    truth = results
+                elif truth is not None:
+                    row["max_error"] = max_error(results, truth)
+
+            target_s = self.training_s if program.kind == Training.kind else self.target_s
+            if (bound := measure.start(program.bind, row, self.end, target_s, check)) is not None:
                 bounds.append(bound)
-            except Exception as error:  # out of memory, or what a library raises at run time: the row's result
-                row["error"] = measure.error_text(error)
         for _ in range(self.rounds):
             for bound in bounds:
                 if time.monotonic() < self.end:
@@ -222,53 +213,46 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed.scaling", description=__doc__)
     add = parser.add_argument
     add("--suite", choices=SIZES, default="tiny" if on_cpu else "hopper", help="default: %(default)s here")
-    add("--devices", type=int, default=jax.device_count(), help="up to how many (default: all, %(default)s here)")
-    add("--only", nargs="+", choices=_KINDS, default=_KINDS, metavar="KIND", help=f"of {', '.join(_KINDS)}")
-    add("--rounds", type=int, default=5, help="samples of each program (default: %(default)s)")
     add(
-        "--target-ms",
-        type=float,
-        default=300.0,
-        help="least length of a sample, but of training (default: %(default)s; calls on several devices start slowly)",
+        "--devices",
+        type=command.positive,
+        default=jax.device_count(),
+        help="up to how many (default: all, %(default)s here)",
     )
-    add("--budget-seconds", type=float, default=480.0, help="wall-clock limit, kept to within a call or a compilation")
-    add("--compile-threads", type=int, default=1 if on_cpu else min(16, os.cpu_count() or 1))
-    add("--commit", help="recorded where this is no git repository")
-    add("--out", type=Path, help="default: benchmarks/results/DEVICE/scaling-SUITE.jsonl")
+    add("--only", nargs="+", choices=_KINDS, default=_KINDS, metavar="KIND", help=f"of {', '.join(_KINDS)}")
+    command.add_sampling(parser, rounds=5, target_ms=300.0)  # calls on several devices start slowly
+    threads = 1 if on_cpu else min(16, os.cpu_count() or 1)
+    command.add_run(parser, budget_s=480.0, threads=threads, out="scaling-SUITE")
     args = parser.parse_args(argv)
-    if not 1 <= args.devices <= jax.device_count():
-        parser.error(f"--devices {args.devices}: there are {jax.device_count()}; ask for 1 to that many.")
+    if args.devices > jax.device_count():
+        parser.error(f"argument --devices: {args.devices}: there are {jax.device_count()} here")
     return args
 
 
 _KINDS = tuple(kind.kind for kind in (Link, Kernel, Attention, Training))
 
 
-def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
-    """Runs the command line; returns the rows."""
-    args = arguments(argv)
+def measured(args: argparse.Namespace) -> Iterator[rows.Row]:
+    """Compiles what the command line asks for, then times it, and makes the rows."""
     start = time.monotonic()
     sizes = SIZES[args.suite]
     groups = programs(sizes, args.devices, args.only)
-    out = args.out or _RESULTS / machine.folder() / f"scaling-{args.suite}.jsonl"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    common = rows.common("scaling", now, args.commit) | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    common = rows.common("scaling", args.commit) | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
     compile_all(groups, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
-    compiled = time.monotonic() - start
     runner = Runner(args.rounds, args.target_ms / 1e3, sizes, start + args.budget_seconds)
-    made: list[rows.Row] = []
-    with out.open("w") as file, progress.bar(len(groups), "time") as bar:
+    with progress.bar(len(groups), "time") as bar:
         for group in groups:
             for row in runner.group(group):
-                made.append(common | row)
-                file.write(json.dumps(made[-1]) + "\n")
-            file.flush()
+                yield common | row
             bar.update()
-    print(table(made))
-    print(f"{len(made)} rows, {time.monotonic() - start:.0f} s, {compiled:.0f} of them to compile: {out}")
-    return made
+
+
+def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
+    """Runs the command line; returns the rows."""
+    args = arguments(argv)
+    out = args.out or row_file.RESULTS / machine.folder() / f"scaling-{args.suite}.jsonl"
+    return command.carry_out(measured(args), out, table, plot=False)
 
 
 if __name__ == "__main__":
-    main()
+    command.start(main)

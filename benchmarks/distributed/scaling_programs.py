@@ -8,7 +8,7 @@ device.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,44 +18,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_fa
-from benchmarks.measure import Compiled
+from benchmarks.measure import Measured
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 from pallas_fa.context_parallel import all_to_all_attention, from_zigzag, ring_attention, to_zigzag
 
 AXIS = "context"
-
-
-@dataclasses.dataclass
-class Measured(Compiled):
-    """A program of one kind on `devices` devices."""
-
-    kind: ClassVar[str]
-    repeats: ClassVar[int] = 1  # how often one call does what is timed
-
-    devices: int
-
-    def what(self) -> Row:
-        """What tells this row from the others of its kind."""
-        raise NotImplementedError
-
-    def known(self) -> Row:
-        """What is known of the program before it runs."""
-        row = {"kind": self.kind, "devices": self.devices, **self.what()}
-        row |= {"trace_s": self.trace_s, "compile_s": self.compile_s}
-        return row | {f"{name}_bytes": size for name, size in self.memory.items()} | {"error": self.error}
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Random arguments, on the devices."""
-        raise NotImplementedError
-
-    def figures(self, seconds: float) -> Row:
-        """What follows from the time."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Lets go of what the program holds on the devices."""
-        self.run = None
 
 
 def line(devices: int) -> Mesh:

@@ -1,7 +1,7 @@
 """Times variants of the data-parallel training step in turns, on all GPUs of this host, beside the step of one GPU.
 
-python -m benchmarks.distributed.tune_training "xla_gpu_enable_nccl_user_buffers=True" \
-    "xla_gpu_all_gather_combine_threshold_bytes=2**26"
+python -m benchmarks.distributed.tune_training xla_gpu_enable_nccl_user_buffers=True
+python -m benchmarks.distributed.tune_training "xla_gpu_all_gather_combine_threshold_bytes=2**26" "xla_a=1, xla_b='x'"
 
 Each argument is one variant: XLA's options (bool, int, float or str) beside those of models/mesh.py, or in their place.
 The first line is one GPU; "side by side", each GPU takes that step for itself, with nothing sent. What NCCL reads from the
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import progress, rows
+from benchmarks import command, progress, rows
 from benchmarks.distributed.scaling import SIZES, Runner, Sizes, compile_all
 from benchmarks.training_program import SideBySide, Training
 from benchmarks.tune import keywords, labels
@@ -72,10 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("variants", nargs="*", help="what each changes: option=value, ...")
-    add("--devices", type=int, default=jax.device_count(), help="default: all, %(default)s here")
-    add("--batch", type=int, default=sizes.batches[0], help="sequences on each device (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="samples of each (default: %(default)s)")
-    add("--seconds", type=float, default=sizes.training_s, help="least length of a sample (default: %(default)s here)")
+    add("--devices", type=command.positive, default=jax.device_count(), help="default: all, %(default)s here")
+    add(
+        "--batch",
+        type=command.positive,
+        default=sizes.batches[0],
+        help="sequences on each device (default: %(default)s)",
+    )
+    add("--rounds", type=command.positive, default=5, help="samples of each (default: %(default)s)")
+    seconds = "shortest length of a sample (default: %(default)s here)"
+    add("--seconds", type=command.not_negative, default=sizes.training_s, help=seconds)
     args = parser.parse_args(argv)
     if not 2 <= args.devices <= jax.device_count():
         parser.error(f"--devices {args.devices}: data parallel needs 2 or more, and there are {jax.device_count()}.")
@@ -95,4 +101,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.start(main)
