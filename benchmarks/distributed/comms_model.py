@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import rows
+from benchmarks import command, rows
 
 LENGTHS = tuple(2**n for n in range(16, 21))  # 64k to 1M tokens
 DEVICES = tuple(2**n for n in range(1, 11))  # 2 to 1024
@@ -228,37 +228,18 @@ def _aligned(lines):
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
 
 
-def draw(rates: Rates, network: Network | None, path: Path) -> None:
-    """Efficiency against the number of devices, a line for each length; all-to-all dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for i, S in enumerate(LENGTHS):
-        alone = sum(rates.whole[direction](S) for direction in rates.whole)
-        for way, style in (("ring", "-"), ("all_to_all", "--")):
-            found = [(R, times[0]) for R in DEVICES if (times := both(rates, way, S, R, network))]
-            if found:
-                points = [(R, alone / R / seconds) for R, seconds in found]
-                axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{i}", label=f"{way}, S={S // 1024}k")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(DEVICES, [str(R) for R in DEVICES])
-    axes.set(xlabel="devices", ylabel="efficiency of forward and backward", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed.comms_model", description=__doc__)
     add = parser.add_argument
     add("rows", nargs="+", type=Path, help="JSONL files that benchmarks.distributed.scaling wrote, of one device model")
-    add("--host-devices", type=int, metavar="R", help="devices of one host; past it, traffic crosses the network")
-    add("--network-gb-per-s", type=float, metavar="GB/S", help="of the network, for each device")
-    add("--network-us", type=float, metavar="US", help="latency of the network")
+    add(
+        "--host-devices",
+        type=command.positive,
+        metavar="R",
+        help="devices of one host; past it, traffic crosses the network",
+    )
+    add("--network-gb-per-s", type=command.above_zero, metavar="GB/S", help="of the network, for each device")
+    add("--network-us", type=command.not_negative, metavar="US", help="latency of the network")
     add("--no-plot", action="store_true", help="do not draw the efficiency, beside the first file")
     args = parser.parse_args(argv)
     given = (args.host_devices, args.network_gb_per_s, args.network_us)
@@ -267,15 +248,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--host-devices, --network-gb-per-s and --network-us describe the network together: give all three."
         )
     network = None if None in given else Network(given[0], given[1] * 1e9, given[2] / 1e6)
-    found = rows.read(args.rows)
+    found = command.read_rows(args.rows)
     rates = Rates.of(found)
     links = "the measured links of one host, between all devices" if network is None else f"{network}"
     print(f"{found[0]['device']}, N={rates.N} K={rates.K} H={rates.H}; links: {links}\n")
     print(check_table(rates, found), "\n")
     print(scaling_table(rates, network))
     if not args.no_plot:
-        draw(rates, network, args.rows[0].with_suffix(".model.png"))
+        from benchmarks.distributed import comms_plot
+
+        comms_plot.draw(found, rates, network, args.rows[0].with_suffix(".model.png"))
 
 
 if __name__ == "__main__":
-    main()
+    command.start(main)
