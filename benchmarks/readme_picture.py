@@ -11,11 +11,11 @@ from benchmarks.row_file import RESULTS
 from benchmarks.rows import Row, read
 
 PATH = Path(__file__).parent.parent / "docs" / "images" / "speed.png"
-_ROWS = [RESULTS / "nvidia-h200" / f"hopper-{direction}.jsonl" for direction in ("forward", "backward")]
+ROWS = [RESULTS / "nvidia-h200" / f"hopper-{direction}.jsonl" for direction in ("forward", "backward")]
 _NAMES = {"pallas_fa:mosaic_gpu": "pallas_fa", "jax.nn:cudnn": "cuDNN, through jax.nn", "tokamax:mosaic": "Tokamax"}
 
 
-def draw(path: Path = PATH, files: Sequence[Path] = _ROWS) -> None:
+def draw(path: Path = PATH, files: Sequence[Path] = ROWS) -> None:
     """A line of panels for each file, a panel for each head dim: the causal workloads, all implementations but XLA's."""
     lines = [[row for row in read([file]) if _shown(row)] for file in files]
     names = list(dict.fromkeys(row["implementation"] for line in lines for row in line))
