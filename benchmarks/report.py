@@ -31,7 +31,7 @@ others, `(1.10x)` says that ours is 1.10 times as fast in that run, from times t
 slower.** Words in place of a speed say why there is none. Speeds count the operations of allowed (query, key) pairs only.
 Errors are the largest difference from float64 truth, relative to the largest true value. Temporary memory is the
 compiler's own analysis.
-[How all of it is measured](../benchmarks/README.md).
+[How all of it is measured](benchmarks.md).
 """
 
 

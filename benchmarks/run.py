@@ -1,4 +1,4 @@
-"""Measures attention on this machine: `python -m benchmarks.run --suite cpu`. README.md explains method and rows."""
+"""Measures attention on this machine: `python -m benchmarks.run --suite cpu`. docs/benchmarks.md explains the method."""
 
 import argparse
 import functools

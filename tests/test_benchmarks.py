@@ -27,7 +27,7 @@ _SMALL = [
 _by_name = pytest.mark.parametrize("workload", _SMALL, ids=lambda w: w.name)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _gradients(workload, implementation, arrays, d_out):
     attend = lambda arrays: implementation.attend(workload, arrays, implementation.masks(workload))
     out, pullback = jax.vjp(attend, arrays)

@@ -17,9 +17,10 @@ def test_two_trees_are_compared(capsys):
         assert before > 0 and after > 0 and ratio == pytest.approx(after / before, rel=0.02)
 
 
-def test_dispatch_of_a_call_is_more_than_that_of_a_sum():
+def test_jit_saves_most_of_the_dispatch():
     found = overhead.measured(overhead.ROOT, "dispatch")
-    assert 0 < found["jitted sum, us"] < found["jitted call, us"] < found["call without jit, us"]
+    assert 0 < 2 * found["jitted call, us"] < found["call without jit, us"]
+    assert found["jitted sum, us"] > 0
 
 
 def test_a_tree_without_the_library_is_refused(tmp_path):

@@ -1,6 +1,6 @@
 """Models communication against compute in context parallelism: `python -m benchmarks.distributed.comms_model ROWS`.
 
-Reads the rows of scaling.py and measures nothing; SCALING.md explains it. Causal attention to one sequence of S tokens
+Reads the rows of scaling.py and measures nothing; docs/scaling.md explains it. Causal attention to one sequence of S tokens
 over R devices, forward and backward, with the heads of the rows.
 """
 

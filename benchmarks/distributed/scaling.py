@@ -1,6 +1,6 @@
 """Measures how attention and training scale over the devices of this host: `python -m benchmarks.distributed.scaling`.
 
-SCALING.md says what the rows are for, and comms_model.py reads them.
+docs/scaling.md says what the rows are for, and comms_model.py reads them.
 """
 
 import argparse
