@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=command.positive, default=5, help="processes of each (default: %(default)s)")
     args = parser.parse_args(argv)
-    trees = [tree.resolve() for tree in args.trees or [ROOT]]
+    names = args.trees or [ROOT]
+    trees = [tree.resolve() for tree in names]
     found: list[Figures] = [collections.defaultdict(list) for _ in trees]
     with progress.bar(args.rounds * len(args.cases) * len(trees), "overhead") as bar:
         for _ in range(args.rounds):
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     for name, figure in measured(tree, case).items():
                         figures[case, name].append(figure)
                     bar.update()
-    print(table(found, [tree.name for tree in trees]))
+    print(table(found, list(map(str, names))))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import command, labels, plot_style, readme_picture, row_file
 from benchmarks.plot_style import Bar
-from benchmarks.rows import Row
+from benchmarks.rows import Row, has_time
 
 _LINE = 32  # bars side by side, of several panels
 _MOST = 60  # bars of a panel that has a line for itself
@@ -51,7 +51,7 @@ def _draw_attention(found: list[Row], path: Path) -> None:
     remark = f"\n1.10x: 1.10 times as fast as {baseline}" if baseline else ""
     figure.suptitle(f"{title}{remark}", fontsize=10)
     plot_style.legend(figure, dict.fromkeys(row["implementation"] for row in found))
-    plot_style.save(figure, path)
+    plot_style.save(figure, path, found)
 
 
 def _panels(found: list[Row]) -> list[list[Row]]:
@@ -94,7 +94,7 @@ def _panel(axes, found: list[Row], said: dict[str, str], width: int) -> None:
 
 def _bar(row: Row, factor: float) -> Bar:
     name = row["implementation"]
-    if row.get("tflops") is None:
+    if not has_time(row):
         return Bar(name, None, labels.reason(row["error"]))
     speed = row["tflops"] * factor
     label = labels.number(speed)

@@ -1,6 +1,8 @@
 """How all plots look: one colour for each implementation, bars in groups, and legends that cover nothing."""
 
 import dataclasses
+import hashlib
+import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
+
+from benchmarks.rows import Row
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; ours are the warm ones. Give a new peer one of its own.
 _COLOURS = {
@@ -64,7 +68,8 @@ def draw_bars(axes: Any, groups: Mapping[str, Sequence[Bar]], fontsize: float = 
     axes.tick_params(axis="x", length=0)
     space = _GAP / 2 + max(0, _LEAST_BARS - at) / 2
     axes.set_xlim(-0.5 - space, at - 0.5 - _GAP + space)
-    axes.set_ylim(0, _HEADROOM * max(bar.height or 0 for bars in groups.values() for bar in bars) or 1)
+    highest = max((bar.height or 0 for bars in groups.values() for bar in bars), default=0)
+    axes.set_ylim(0, _HEADROOM * highest or 1)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -77,8 +82,13 @@ def legend(figure: Any, names: Iterable[str], words: dict[str, str] | None = Non
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(names), 7), frameon=False, fontsize=9)
 
 
-def save(figure: Any, path: Path, dpi: int = 110) -> None:
-    """Writes the picture, and forgets the figure."""
+def save(figure: Any, path: Path, found: Sequence[Row], dpi: int = 110) -> None:
+    """Writes the picture of these rows, which its description tells from others, and forgets the figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=dpi, metadata={"Description": digest(found)})
     plt.close(figure)
+
+
+def digest(found: Sequence[Row]) -> str:
+    """Of the rows, so that a picture says which ones it shows."""
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from benchmarks import labels, plot_style
 from benchmarks.plot_style import Bar
 from benchmarks.row_file import RESULTS
-from benchmarks.rows import Row, read
+from benchmarks.rows import Row, has_time, read
 
 PATH = Path(__file__).parent.parent / "docs" / "images" / "speed.png"
 ROWS = [RESULTS / "nvidia-h200" / f"hopper-{direction}.jsonl" for direction in ("forward", "backward")]
@@ -39,7 +39,7 @@ def draw(path: Path = PATH, files: Sequence[Path] = ROWS) -> None:
         f"Causal attention on one {first['device']}, {first['dtype']}, B*S = {tokens}, N*H = {width}", fontsize=13
     )
     plot_style.legend(figure, names, _NAMES)
-    plot_style.save(figure, path, dpi=120)
+    plot_style.save(figure, path, sum(lines, []), dpi=120)
 
 
 def _shown(row: Row) -> bool:
@@ -47,5 +47,6 @@ def _shown(row: Row) -> bool:
 
 
 def _bar(row: Row) -> Bar:
-    speed = row.get("tflops")
-    return Bar(row["implementation"], speed, labels.reason(row["error"]) if speed is None else labels.number(speed))
+    if not has_time(row):
+        return Bar(row["implementation"], None, labels.reason(row["error"]))
+    return Bar(row["implementation"], row["tflops"], labels.number(row["tflops"]))

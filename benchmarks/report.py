@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import command, labels, row_file
 from benchmarks.distributed import report as distributed
 from benchmarks.markdown import heading, slower, table
-from benchmarks.rows import Row
+from benchmarks.rows import Row, has_time
 
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 _DIRECTIONS = {
@@ -26,12 +26,11 @@ _TOP = """# Results
 
 <!-- Written by `python -m benchmarks.report` from benchmarks/results/. Do not edit: measure, then run it again. -->
 
-A section for each device, a part for each file of rows; each file is one run. The first column of speeds is ours. In the
-others, `(1.10x)` says that ours is 1.10 times as fast in that run, from times taken in turns; **bold with ▼: ours is
-slower.** Words in place of a speed say why there is none. Speeds count the operations of allowed (query, key) pairs only.
-Errors are the largest difference from float64 truth, relative to the largest true value. Temporary memory is the
-compiler's own analysis.
-[How all of it is measured](benchmarks.md).
+A section for each device, a part for each file of rows. Each file is one run, whose implementations are sampled in
+alternation. The first column of speeds is ours. In the others, `(1.10x)` says that ours is 1.10 times as fast;
+**bold with ▼: ours is slower.** Words in place of a speed say why there is none. Speeds count the operations of allowed
+(query, key) pairs only. Errors are the largest difference from float64 truth, relative to the largest true value.
+Temporary memory is the compiler's own analysis. [How all of it is measured](benchmarks.md).
 """
 
 
@@ -95,7 +94,7 @@ def _speed(row: Row | None, ours: Row | None, factor: float) -> str:
     """Speed and ratio; the reason where there is no time."""
     if row is None:
         return ""
-    if row.get("tflops") is None:
+    if not has_time(row):
         return labels.reason(row["error"])
     return _against(labels.number(row["tflops"] * factor), ours, row)
 
@@ -108,7 +107,7 @@ def _against(text: str, ours: Row | None, row: Row) -> str:
 
 def _ratio(ours: Row | None, peer: Row) -> float | None:
     """How many times as fast ours is: by the ratios to the baseline that both were paired with, else by median times."""
-    if ours is None or ours.get("p50_ms") is None or peer.get("p50_ms") is None:
+    if ours is None or not has_time(ours) or not has_time(peer):
         return None
     if ours.get("ratio") and peer.get("ratio"):
         return ours["ratio"] / peer["ratio"]
@@ -129,7 +128,7 @@ def _summary(workloads: Sequence[dict[str, Row]], names: Sequence[str]) -> str:
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
                 f"{behind} of {len(ratios)}",
             ]
-        timed = sum(row.get("p50_ms") is not None for row in own)
+        timed = sum(map(has_time, own))
         error = _most(own, "max_error", lambda x: f"{x:.1e}")
         memory = _most(own, "temp_bytes", lambda x: f"{x / 2**20:.0f}")
         lines.append([name, f"{timed} of {len(own)}", *compared, error, memory])
@@ -176,7 +175,7 @@ def _training(found: Sequence[Row]) -> list[str]:
 def _step(row: Row | None, ours: Row | None) -> str:
     if row is None:
         return ""
-    if row.get("p50_ms") is None:
+    if not has_time(row):
         return labels.reason(row["error"])
     speed = f"{row['p50_ms']:.1f} ms, {row['tokens_per_s'] / 1e3:.0f}k tokens/s, {row['peak_bytes'] / 2**30:.2f} GiB"
     return _against(speed, ours, row)

@@ -1,9 +1,9 @@
 """Where the rows of a run go: beside the file that they are for, and in its place once nothing is lost by it.
 
 A file of rows is one run, since ratios are taken inside a run. So a run never adds to a file: it replaces the whole file,
-if it came to its end, has a row for everything the file has, and a time for everything the file has a time of. All other
-runs (interrupted ones, those of some of the workloads or implementations, those that ran out of time) leave the file as it
-is: their rows stay in a file of their own beside it, `NAME.partial-TIME.jsonl`.
+if it came to its end, has a row for each of the file's rows, and a result where that one has a result. All other runs
+(interrupted ones, those of some of the workloads or implementations, those that ran out of time) leave the file as it is:
+their rows stay in a file of their own beside it, `NAME.partial-TIME.jsonl`.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.rows import Row, read
+from benchmarks.rows import Row, has_time, read
 
 RESULTS = Path(__file__).parent / "results"
 PARTIAL = ".partial-"  # in the names of files that no run has finished, which reports and plots leave out
@@ -89,22 +89,23 @@ def _opened(path: Path) -> tuple[list[Row], Path]:
 
 def _lost(before: list[Row], made: list[Row]) -> str | None:
     """Why `made` must not take the place of `before`; None where nothing is lost."""
-    rows, times = ({_identity(row) for row in made if test(row)} for test in (lambda row: True, _timed))
-    missing = [row for row in before if _identity(row) not in (times if _timed(row) else rows)]
+    rows = {_identity(row) for row in made}
+    results = {_identity(row) for row in made if _result(row)}
+    missing = [row for row in before if _identity(row) not in (results if _result(row) else rows)]
     if not missing:
         return None
     first = " ".join(
         str(missing[0][name]) for name in _IDENTITY if name != "shape" and missing[0].get(name) is not None
     )
-    return f"this run lacks {len(missing)} of its {len(before)} rows, or their times (the first: {first})"
+    return f"this run lacks {len(missing)} of its {len(before)} rows, or their results (the first: {first})"
 
 
 def _identity(row: Row) -> str:
     return json.dumps([row.get(name) for name in _IDENTITY], sort_keys=True)
 
 
-def _timed(row: Row) -> bool:
-    return row.get("p50_ms") is not None or bool(row.get("losses"))
+def _result(row: Row) -> bool:
+    return has_time(row) or (bool(row.get("losses")) and not row["error"])
 
 
 def _short(path: Path) -> str:

@@ -96,6 +96,11 @@ def read(paths: Iterable[Path]) -> list[Row]:
     return found
 
 
+def has_time(row: Row) -> bool:
+    """Whether it was timed, with right results."""
+    return row.get("p50_ms") is not None and not row["error"]
+
+
 def table(rows: list[Row], baseline: str | None) -> str:
     """The rows as text, grouped by workload and direction; the last column is `baseline` time over own time."""
     head = ["workload", "direction", "implementation", "p50 ms", "p90", "TFLOP/s", "temp MiB", "max error"]

@@ -25,13 +25,13 @@ def draw(found: list[rows.Row], path: Path) -> None:
     first = found[0]
     figure.suptitle(f"{path.stem}: {first['size']}, {first['dtype']}, {labels.source(found)}", fontsize=11)
     plot_style.legend(figure, dict.fromkeys(row["implementation"] for row in found))
-    plot_style.save(figure, path)
+    plot_style.save(figure, path, found)
 
 
 def _bars(axes: Any, found: Sequence[rows.Row], field: str, unit: float, label: Callable[[rows.Row], str]) -> None:
     groups: dict[str, list[Bar]] = {}
     for row in found:
-        value = row.get(field)
+        value = None if row["error"] else row.get(field)
         bar = Bar(row["implementation"], value and value / unit, label(row) if value else labels.reason(row["error"]))
         groups.setdefault(f"{row['batch']} x {row['context']} tokens", []).append(bar)
     plot_style.draw_bars(axes, groups, fontsize=8)

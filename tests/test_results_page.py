@@ -5,16 +5,17 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
+from PIL import Image
 
 from benchmarks import labels, plot, plot_style, readme_picture, report, row_file, rows
 
 KEPT = row_file.kept()
+REMEDY = "run `make results`"
 ATTENTION = [path for path in KEPT if not path.stem.startswith(("training", "scaling"))]
 
 
 def test_the_page_is_the_one_that_the_rows_make():
-    remedy = "run `python -m benchmarks.report` and `python -m benchmarks.plot`"
-    assert report.PAGE.read_text("utf-8") == report.page(KEPT), remedy
+    assert report.PAGE.read_text("utf-8") == report.page(KEPT), REMEDY
 
 
 def test_a_file_is_one_run_of_one_commit():
@@ -24,6 +25,18 @@ def test_a_file_is_one_run_of_one_commit():
         for field in ("run", "commit", "device", "suite"):
             assert len({row[field] for row in found}) == 1, (path.name, field)
         assert not any("+dirty" in row["commit"] for row in found), path.name
+
+
+def test_the_pictures_are_those_that_the_rows_make(monkeypatch):
+    """By the digest of the rows that each carries."""
+    wanted = {}
+    save = lambda figure, path, found, dpi=110: wanted.update({path: plot_style.digest(found)}) or plt.close(figure)
+    monkeypatch.setattr(plot_style, "save", save)
+    plot.main([])
+    assert len(wanted) >= len(ATTENTION) + 2
+    for path, digest in wanted.items():
+        with Image.open(path) as picture:
+            assert picture.info["Description"] == digest, f"{path.name}: {REMEDY}"
 
 
 def row(implementation, tflops=None, ratio=None, workload="causal", error=None, **more):
@@ -41,6 +54,8 @@ ROWS = [
     row("jax.nn:cudnn", workload="cap", error="NotImplementedError: jax.nn has no soft cap"),
     row("pallas_fa:mosaic_gpu", 50.0, workload="cap"),
     row("tokamax:mosaic", 100.0, workload="cap"),
+    row("jax.nn:cudnn", 500.0, 1.0, workload="wrong", error="wrong: not finite where the truth is"),
+    row("pallas_fa:mosaic_gpu", 400.0, 0.8, workload="wrong"),
 ]
 
 
@@ -56,8 +71,9 @@ def test_losses_are_as_plain_as_wins(tmp_path):
     assert "| mask | pallas_fa:mosaic_gpu | jax.nn:cudnn | tokamax:mosaic |" in lines
     assert "| causal | 300 | **400 (0.75x) ▼** | 200 (1.50x) |" in lines
     assert "| cap | 50 | no soft cap | **100 (0.50x) ▼** |" in lines
+    assert "| wrong | 400 | wrong result |  |" in lines
     assert "| tokamax:mosaic | 2 of 2 | 1.00x | 0.50 to 1.50 | 1 of 2 |  |  |" in lines
-    assert "| jax.nn:cudnn | 1 of 2 | 0.75x | 0.75 to 0.75 | 1 of 1 |  |  |" in lines
+    assert "| jax.nn:cudnn | 1 of 3 | 0.75x | 0.75 to 0.75 | 1 of 1 |  |  |" in lines
 
 
 def test_every_row_is_on_the_page():
@@ -67,9 +83,9 @@ def test_every_row_is_on_the_page():
         tables = re.findall(r"^\| mask .*\n(?:\|.*\n)+", part, re.MULTILINE)
         cells = [cell.strip() for table in tables for line in table.splitlines()[2:] for cell in line.split("|")[1:-1]]
         speeds = [cell for cell in cells if re.fullmatch(r"(\*\*)?[\d.]+( \([\d.]+x\))?( ▼\*\*)?", cell)]
-        assert len(speeds) == sum(each.get("tflops") is not None for each in found), path.name
-        for reason in {labels.reason(each["error"]) for each in found if each.get("tflops") is None}:
-            wanted = sum(each.get("tflops") is None and labels.reason(each["error"]) == reason for each in found)
+        assert len(speeds) == sum(rows.has_time(each) for each in found), path.name
+        for reason in {labels.reason(each["error"]) for each in found if not rows.has_time(each)}:
+            wanted = sum(not rows.has_time(each) and labels.reason(each["error"]) == reason for each in found)
             assert cells.count(reason) == wanted, (path.name, reason)
 
 
@@ -77,7 +93,7 @@ def test_every_row_is_on_the_page():
 def figures(monkeypatch):
     """The figures that are drawn in place of files."""
     drawn = []
-    monkeypatch.setattr(plot_style, "save", lambda figure, path, dpi=110: drawn.append(figure))
+    monkeypatch.setattr(plot_style, "save", lambda figure, *_, **__: drawn.append(figure))
     yield drawn
     plt.close("all")
 
@@ -90,7 +106,7 @@ def test_every_row_is_on_the_picture(path, figures):
     assert path.with_suffix(".png").exists()
     bars = [patch for axes in figure.axes for patch in axes.patches]
     gaps = [line for axes in figure.axes for line in axes.lines if line.get_marker() == "x"]
-    without = [labels.reason(each["error"]) for each in found if each.get("tflops") is None]
+    without = [labels.reason(each["error"]) for each in found if not rows.has_time(each)]
     assert len(bars) == len(found) - len(without) and len(gaps) == len(without)
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert sorted(text for text in texts if text in without) == sorted(without)

@@ -43,9 +43,10 @@ def test_a_whole_run_takes_the_place_of_the_file(path):
         [row(w, i, 2.0) for w in "xz" for i in "ab"],
         [row("x"), row("y"), row("x", "b"), row("y", "c")],
         [row("x"), row("y"), row("x", "b", p50_ms=None), row("y", "b")],
+        [row("x"), row("y"), row("x", "b") | {"error": "wrong: not finite"}, row("y", "b")],
         [row(w, i, 2.0) | {"suite": "other"} for w in "xy" for i in "ab"],
     ],
-    ids=["one row", "another workload", "another implementation", "one without a time", "another suite"],
+    ids=["one row", "another workload", "another implementation", "one without a time", "one wrong", "another suite"],
 )
 def test_a_run_that_would_lose_rows_goes_beside(path, made):
     before = path.read_text()

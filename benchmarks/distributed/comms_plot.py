@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 
 from benchmarks import labels, plot_style
 from benchmarks.distributed.comms_model import DEVICES, LENGTHS, Network, Rates, both
-from benchmarks.rows import Row
+from benchmarks.rows import Row, has_time
 
 _PANELS = {"ring": "ring", "all_to_all": "all-to-all, on as many devices as heads at most"}
 
@@ -42,7 +42,7 @@ def draw(found: Sequence[Row], rates: Rates, network: Network | None, path: Path
     measured = Line2D([], [], color="black", linestyle="", marker="s", markersize=9, fillstyle="none", label="measured")
     figure.legend(handles=[*handles, measured], loc="outside right center", frameon=False, fontsize=9)
     figure.supxlabel(_above_one(found), fontsize=9)
-    plot_style.save(figure, path)
+    plot_style.save(figure, path, found)
 
 
 def _title(found: Sequence[Row], rates: Rates, network: Network | None) -> str:
@@ -66,7 +66,7 @@ def _above_one(found: Sequence[Row]) -> str:
 
 def draw_rows(found: list[Row], path: Path) -> None:
     """As `draw`, with the measured links between all devices; only a remark where a model can't be made of the rows."""
-    if {"link", "kernel", "attention"} <= {row["kind"] for row in found if row.get("p50_ms") is not None}:
+    if {"link", "kernel", "attention"} <= {row["kind"] for row in found if has_time(row)}:
         draw(found, Rates.of(found), None, path.with_suffix(".model.png"))
     else:
         print(f"No picture of {path.stem}: the model needs times of links, kernels and attention.")

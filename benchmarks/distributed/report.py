@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import labels
 from benchmarks.markdown import table
-from benchmarks.rows import Row
+from benchmarks.rows import Row, has_time
 
 
 def tables(found: Sequence[Row]) -> list[str]:
@@ -86,7 +86,7 @@ def _table(found: Sequence[Row], columns: dict[str, Callable[[Row], str]], known
     lines = []
     for row in found:
         cells = list(columns.values())
-        if row.get("p50_ms") is None:
+        if not has_time(row):
             empty = [""] * (len(cells) - known - 1)
             lines.append([*(cell(row) for cell in cells[:known]), labels.reason(row["error"]), *empty])
         else:
