@@ -1,6 +1,6 @@
 """Times tiles of the kernels beside those of the tables (pallas_fa/mosaic_gpu/config.py), on one GPU.
 
-python -m benchmarks.tune h64-causal-4096 --direction backward head_section=8 "stages=(2, 1), ds_stages=1"
+python -m benchmarks.tune h64-causal-4096 --direction backward l2_head_group=8 "stages=(2, 1), ds_stages=1"
 
 Each argument after the workload is one variant: what it changes in the configuration that the table chooses. All take
 turns, each next to a sample of the table's; repeat a variant to see the noise.
@@ -21,9 +21,11 @@ from benchmarks import command, measure, progress, rows
 from benchmarks.implementations import Implementation
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, suites
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.backward import choose as choose_backward
 from pallas_fa.backends.hopper.backward import plan as backward_plan
 from pallas_fa.backends.hopper.config import Config
-from pallas_fa.backends.hopper.forward import plan as forward_plan
+from pallas_fa.backends.hopper.forward import choose as choose_forward
 from pallas_fa.problem import Problem, normalise
 
 
@@ -72,8 +74,8 @@ def table_config(workload: Workload, direction: str) -> Any:
     """What the tables choose; where the backward takes several passes, for the first of them."""
     problem = problem_of(workload)
     if direction == "forward":
-        return forward_plan.ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).config
-    return backward_plan.Plan.of(problem, backward_plan.passes(problem)[0], interpret=False).config
+        return choose_forward.choose(problem, Gpu.visible()).config
+    return choose_backward.choose(problem, backward_plan.passes(problem)[0], Gpu.visible()).config
 
 
 def problem_of(workload: Workload) -> Problem:

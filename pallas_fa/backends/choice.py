@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_fa.backends import hopper, reference, xla
-from pallas_fa.backends.gpu import devices
+from pallas_fa.backends.gpu.device import Gpu, cuda_devices
 from pallas_fa.backends.record import Backend
 from pallas_fa.masks import Causal
 from pallas_fa.masks.base import parts_of
@@ -16,7 +16,7 @@ from pallas_fa.problem import Problem
 
 def backends() -> tuple[Backend, ...]:
     """All backends, in the order in which `implementation=None` tries them."""
-    return hopper.backend(), xla.BACKEND, reference.BACKEND
+    return hopper.backend(Gpu.visible()), xla.BACKEND, reference.BACKEND
 
 
 _LET_CHOOSE = "Use implementation=None to let the library choose."
@@ -92,7 +92,7 @@ def _is_top_left(causal):
 
 
 def _runs_here(backend):
-    return backend.platform is None or bool(devices.of_platform(backend.platform))
+    return backend.platform is None or bool(cuda_devices())
 
 
 def _remark(problem, backend):

@@ -9,12 +9,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 
-def anew(x: Any, interpret: bool) -> Any:
-    """The int32 `x`, the same in a whole warp, as if it were not known before.
+def opaque(x: Any, interpret: bool) -> Any:
+    """Returns `x`, an int32 that is the same in a whole warp, through an operation that compilers can't see through.
 
-    The compilers move what a loop computes from invariants out of it: descriptors of all matmuls on a tile, where one
-    addition would make each from the one before. In kernels that fill the registers those then spill. From `anew(i)`
-    nothing can move: it is a shuffle within the warp, which stays where it is.
+    Compilers move what a loop computes from invariants in front of the loop. Here that is the descriptors of all matmuls
+    on a tile, although one addition would make each from the one before. In kernels that fill the registers they spill.
+    What depends on `opaque(x)` stays in the loop: the operation is a shuffle within the warp, which can't move.
     """
     if interpret:
         return x

@@ -1,0 +1,63 @@
+"""Tables of tiles: data that says what is best for which calls, with the record of the evidence.
+
+The records are in docs/decisions/, each in the file of its id.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The numbers from `least` to `most`, both included."""
+
+    least: float = 0
+    most: float = math.inf
+
+    def __contains__(self, x: Any) -> bool:
+        return self.least <= x <= self.most
+
+
+def up_to(most: int) -> Span:
+    """The numbers of at most `most`."""
+    return Span(most=most)
+
+
+def at_least(least: int) -> Span:
+    """The numbers of at least `least`."""
+    return Span(least=least)
+
+
+class Row[V](NamedTuple):
+    """One row: its value, the id of the record that has the evidence, and where it applies.
+
+    `where`: conditions on facts, by name: a `Span` or a set that has the fact in it, or the fact itself.
+    """
+
+    value: V
+    evidence: str
+    where: Mapping[str, Any] = {}
+
+    def applies(self, facts: Any) -> bool:
+        """Whether all conditions hold for `facts`, a NamedTuple."""
+        return all(_holds(condition, getattr(facts, name)) for name, condition in self.where.items())
+
+
+def _holds(condition, fact):
+    return fact in condition if isinstance(condition, Span | set | frozenset) else fact == condition
+
+
+@dataclasses.dataclass(frozen=True)
+class Table[V]:
+    """Rows in order: the first that applies has the value. The last applies everywhere."""
+
+    rows: tuple[Row[V], ...]
+
+    def __post_init__(self):
+        assert not self.rows[-1].where, "the last row must apply everywhere"
+
+    def find(self, facts: Any) -> V:
+        """Returns the value for `facts`, a NamedTuple with a field for each condition of the rows."""
+        return next(row.value for row in self.rows if row.applies(facts))
