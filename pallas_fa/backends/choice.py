@@ -1,6 +1,7 @@
 """Which backend runs a problem, and why the others do not."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -42,7 +43,13 @@ def choose(problem: Problem, implementation: Any) -> Choice:
 
     Raises NotImplementedError with every reason when none can.
     """
-    named = _named(implementation, problem)
+    remembered = isinstance(implementation, (str, tuple, type(None)))  # a list can't be hashed
+    return (_choose if remembered else _choose.__wrapped__)(problem, implementation, backends())
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(problem, implementation, known) -> Choice:
+    named = _named(problem, implementation, known)
     reasons = {backend.name: backend.supports(problem).forward for backend in named}
     able = [backend for backend in named if reasons[backend.name] is None]
     if not able:
@@ -53,25 +60,26 @@ def choose(problem: Problem, implementation: Any) -> Choice:
         )
     chosen = able[0]
     elsewhere = next((backend for backend in able[1:] if backend.platform is None), None)
-    return Choice(chosen, elsewhere, _gradients(problem, chosen))
+    return Choice(chosen, elsewhere, _gradients(problem, chosen, known))
 
 
-def _gradients(problem, backend):
+def _gradients(problem, backend, known):
     """`backend` itself if it can, else the first of the default order that can."""
-    able = (b for b in (backend, *_named(None, problem)) if b.supports(problem).backward is None)
+    able = (b for b in (backend, *_named(problem, None, known)) if b.supports(problem).backward is None)
     return next(able, backend)
 
 
 def explain(problem: Problem, implementation: Any) -> str:
     """One line for each backend: what it would do with `problem`."""
-    named = _named(implementation, problem)
+    known = backends()
+    named = _named(problem, implementation, known)
     able = [backend for backend in named if backend.supports(problem).forward is None]
     chosen, second, *_ = [*able, None, None]
     lines = []
-    for backend in backends():
+    for backend in known:
         reason = backend.supports(problem).forward
         if backend == chosen:
-            verdict = "runs this call" + _remark(problem, backend)
+            verdict = "runs this call" + _remark(problem, backend, known)
         elif reason is not None:
             verdict = f"cannot: {reason}"
         elif backend == second and chosen is not None and not _runs_here(chosen):
@@ -95,20 +103,20 @@ def _runs_here(backend):
     return backend.platform is None or bool(cuda_devices())
 
 
-def _remark(problem, backend):
+def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
     if problem.dropout_rate:
         return ", dropout in plain jnp with the T x S weights in memory"
     if backend.platform is None:
         return ""
-    reason, other = backend.supports(problem).backward, _gradients(problem, backend).name
+    reason, other = backend.supports(problem).backward, _gradients(problem, backend, known).name
     if problem.forward_mode:
         reason, other = "forward_mode=True", "xla"
     return where + (f"; {other} computes its gradients, because {reason}" if reason else "")
 
 
-def _named(implementation, problem) -> tuple[Backend, ...]:
-    known = {backend.name: backend for backend in backends()}
+def _named(problem, implementation, known) -> tuple[Backend, ...]:
+    known = {backend.name: backend for backend in known}
     # Dropout is in no other backend yet.
     default = tuple(backend.name for backend in known.values() if backend.by_default or problem.dropout_rate)
     names = default if implementation is None else implementation

@@ -1,6 +1,7 @@
 """What a GPU has, as a value that plans and tables of tiles take as an argument."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ class Gpu:
         return cls(capability, multiprocessors, _SHARED_MEMORY_KB.get(capability, 48) * 1024)
 
     @classmethod
+    @functools.cache  # asking JAX for devices that are not there takes it 20 us
     def visible(cls) -> "Gpu":
         """Returns that of this process's CUDA GPUs; an H100 or H200 SXM where there is none, to lower programs for one."""
         devices = cuda_devices()

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from pallas_fa import scores
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.hopper.config import Config
 from pallas_fa.backends.record import NO_DROPOUT, Support
 from pallas_fa.problem import Problem
 
@@ -44,7 +43,11 @@ def _why_no_forward(problem, gpu):
 
 
 def _config_reason(problem):
-    if problem.config is None or isinstance(problem.config, Config):
+    if problem.config is None:
+        return None
+    from pallas_fa.backends.hopper.config import Config
+
+    if isinstance(problem.config, Config):
         return None
     return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
 
