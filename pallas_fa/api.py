@@ -12,9 +12,9 @@ from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
 from pallas_fa.operands.pytree import arrays_of
 from pallas_fa.problem import normalise
-from pallas_fa.sharding.explicit_axes import made_automatic
+from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
-_attend = made_automatic(attend)
+_attend = with_automatic_axes(attend)
 
 
 @overload

@@ -1,8 +1,8 @@
-"""Which backend runs a problem, and why the others do not."""
+"""Chooses the backend that runs a problem, and explains why the others do not."""
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -16,7 +16,7 @@ from pallas_fa.problem import Problem
 
 
 def backends() -> tuple[Backend, ...]:
-    """All backends, in the order in which `implementation=None` tries them."""
+    """Returns all backends, in the order in which `implementation=None` tries them."""
     return hopper.backend(Gpu.visible()), xla.BACKEND, reference.BACKEND
 
 
@@ -25,12 +25,12 @@ _LET_CHOOSE = "Use implementation=None to let the library choose."
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The backend that runs a problem.
+    """The backends that run one problem.
 
     Attributes:
-      backend: runs it, where the program is lowered for the backend's platform.
-      elsewhere: runs it on other platforms; None where that is an error.
-      gradients: computes its gradients.
+      backend: runs the forward.
+      gradients: runs the backward.
+      elsewhere: runs both where these two don't: on other platforms than theirs; None to raise there.
     """
 
     backend: Backend
@@ -38,10 +38,16 @@ class Choice:
     gradients: Backend
 
 
-def choose(problem: Problem, implementation: Any) -> Choice:
-    """The first of `implementation` (a name, a tuple of names, None for the default order) that can do `problem`.
+def choose(problem: Problem, implementation: str | Sequence[str] | None) -> Choice:
+    """Returns the first backend of `implementation` that supports `problem`.
 
-    Raises NotImplementedError with every reason when none can.
+    Args:
+      problem: the problem.
+      implementation: a name, a sequence of names to try in order, or None for the default order.
+
+    Raises:
+      NotImplementedError: no backend supports the problem; the message has every reason.
+      ValueError, TypeError: `implementation` names no backend.
     """
     remembered = isinstance(implementation, (str, tuple, type(None)))  # a list can't be hashed
     return (_choose if remembered else _choose.__wrapped__)(problem, implementation, backends())
@@ -64,13 +70,13 @@ def _choose(problem, implementation, known) -> Choice:
 
 
 def _gradients(problem, backend, known):
-    """`backend` itself if it can, else the first of the default order that can."""
+    """Returns `backend` if it supports the backward, else the first of the default order that does."""
     able = (b for b in (backend, *_named(problem, None, known)) if b.supports(problem).backward is None)
     return next(able, backend)
 
 
-def explain(problem: Problem, implementation: Any) -> str:
-    """One line for each backend: what it would do with `problem`."""
+def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str:
+    """Returns one line for each backend: whether it runs `problem`, and why not."""
     known = backends()
     named = _named(problem, implementation, known)
     able = [backend for backend in named if backend.supports(problem).forward is None]
@@ -117,7 +123,7 @@ def _remark(problem, backend, known):
 
 def _named(problem, implementation, known) -> tuple[Backend, ...]:
     known = {backend.name: backend for backend in known}
-    # Dropout is in no other backend yet.
+    # Only 'reference', which None does not choose otherwise, has dropout yet.
     default = tuple(backend.name for backend in known.values() if backend.by_default or problem.dropout_rate)
     names = default if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names

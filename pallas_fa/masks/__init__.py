@@ -1,4 +1,4 @@
-"""Masks: which query may attend to which key. They compose by `&` and `|`."""
+"""Masks: which query may attend to which key. `&` and `|` compose them."""
 
 from pallas_fa.masks.band import Causal as Causal
 from pallas_fa.masks.band import Window as Window

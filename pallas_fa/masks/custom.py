@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa.masks.base import EVERYTHING, Mask
-from pallas_fa.operands.part import AtOrigin
+from pallas_fa.operands.part import AtGlobalIndices
 from pallas_fa.operands.pytree import is_array
 
 
@@ -42,7 +42,7 @@ class Custom(Mask):
 
     def moved(self, part):
         ranges = None if self.ranges is None else self.ranges.moved(part)
-        return Custom(AtOrigin(self.fn, 0), *part.origin, *self.arrays, ranges=ranges)
+        return Custom(AtGlobalIndices(self.fn, 0), *part.origin, *self.arrays, ranges=ranges)
 
     def allowed(self, b, n, t, s):
         return self.fn(b, n, t, s, *self.arrays)

@@ -1,4 +1,4 @@
-"""Scores: what happens to scale * q.k before the softmax. They compose by `then`."""
+"""Scores: functions of the scaled logits, before the softmax. `then` composes them."""
 
 from pallas_fa.scores.alibi import Alibi as Alibi
 from pallas_fa.scores.base import Chain as Chain

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands.part import AtOrigin
+from pallas_fa.operands.part import AtGlobalIndices
 from pallas_fa.operands.pytree import is_array
 from pallas_fa.scores.base import Score
 
@@ -33,7 +33,7 @@ class Custom(Score):
         return Custom(self.fn, *(dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)))
 
     def moved(self, part):
-        return Custom(AtOrigin(self.fn, 1), *part.origin, *self.arrays)
+        return Custom(AtGlobalIndices(self.fn, 1), *part.origin, *self.arrays)
 
     def apply(self, x, b, n, t, s):
         return self.fn(x, b, n, t, s, *self.arrays)

@@ -1,4 +1,7 @@
-"""Attention in plain JAX, in chunks: any platform, any float dtype, O(T) memory. Its code is imported when it first runs."""
+"""The `xla` backend: attention in plain JAX, in chunks; any platform, any float dtype, O(T) memory.
+
+Its code is imported when it first runs.
+"""
 
 from typing import Any
 
