@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa import scores
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.record import NO_DROPOUT, Support
 from pallas_fa.problem import Problem
+from pallas_fa.scores.base import evaluate
 
 _MAX_HEAD_DIM = 256
 
@@ -69,7 +69,7 @@ def _functions_reason(problem):
         if reason:
             return f"the mask: {reason}"
     if problem.score is not None:
-        score = lambda x, b, n, t, s, score: scores.evaluate(score, x, b, n, t, s)
+        score = lambda x, b, n, t, s, score: evaluate(score, x, b, n, t, s)
         reason = elementwise.why_not(score, x, index, index, tile, tile, slices(problem.score))
         if reason:
             return f"the score: {reason}"

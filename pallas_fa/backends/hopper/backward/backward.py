@@ -24,7 +24,7 @@ from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
 from pallas_fa.problem import Problem, Residuals
-from pallas_fa.scores import float_arrays
+from pallas_fa.scores.base import float_arrays
 
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:

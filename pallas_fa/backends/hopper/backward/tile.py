@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
-from pallas_fa.scores import evaluate, float_arrays, with_float_arrays
+from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
 TILE, PER_STATIONARY, PER_STREAMED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
