@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_fa import scores
 from pallas_fa.backends.hopper.config import SHARED_MEMORY, Config
+from pallas_fa.operands import closure
 from pallas_fa.problem import Problem
 
 _MAX_HEAD_DIM = 256
@@ -59,6 +60,9 @@ def _functions_reason(problem):
         shape = lambda a: (64, 64) if a.shape[2] > 1 or a.shape[3] > 1 else ()
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype), tree)
 
+    for name, tree in (("mask", problem.mask), ("score", problem.score)):
+        if reason := closure.why_not_in_kernels(jax.tree.leaves(tree)):
+            return f"the {name}: {reason}"
     if problem.mask is not None:
         mask = lambda b, n, t, s, mask: mask.allowed(b, n, t, s)
         reason = elementwise.why_not(mask, index, index, tile, tile, slices(problem.mask))

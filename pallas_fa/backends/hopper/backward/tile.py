@@ -56,7 +56,10 @@ class TileOfLogits:
         t, s = (other, own) if plan.by_keys else (own, other)
         in_score = len(jax.tree.leaves(problem.score))
         needed = [i < in_score or at.cut for i in range(len(plan.arrays))]
-        loaded = [_array(plan, i, at, scratch, slot, shape, i < in_score) if x else None for i, x in enumerate(needed)]
+        gets_gradient = lambda i: i < in_score and jnp.issubdtype(plan.arrays[i].dtype, jnp.floating)
+        loaded = [
+            _array(plan, i, at, scratch, slot, shape, gets_gradient(i)) if x else None for i, x in enumerate(needed)
+        ]
         score, mask = jax.tree.unflatten(plan.tree, loaded)
         tests = []
         q_tile, kv_tile = (c.width, c.block) if plan.by_keys else (c.block, c.width)
@@ -88,12 +91,12 @@ class TileOfLogits:
         return elementwise.inline(pullback, x, dy, self.t, self.s, self.score)
 
 
-def _array(plan, i, at, scratch, slot, shape, in_score):
-    """Array i for this tile: broadcast to it, or a scalar of a mask."""
+def _array(plan, i, at, scratch, slot, shape, gets_gradient):
+    """Array i for this tile: broadcast to it, or a scalar that gets no gradient."""
     array = plan.arrays[i]
     if array.kind == "scalar":
         x = array.restore(at.scalars[i])
-        return lax.broadcast_in_dim(x, shape, []) if in_score else x
+        return lax.broadcast_in_dim(x, shape, []) if gets_gradient else x
     smem = scratch[f"array{i}_smem"].at[slot]
     if array.kind == "row":
         return array.restore(lax.broadcast_in_dim(plgpu.load(smem, layout=PER_OTHER), shape, [1]))
