@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.record import NO_DROPOUT, Support
+from pallas_fa.operands import closure
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
@@ -63,6 +64,9 @@ def _functions_reason(problem):
         shape = lambda a: (64, 64) if a.shape[2] > 1 or a.shape[3] > 1 else ()
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype), tree)
 
+    for name, tree in (("mask", problem.mask), ("score", problem.score)):
+        if reason := closure.why_not_in_kernels(jax.tree.leaves(tree)):
+            return f"the {name}: {reason}"
     if problem.mask is not None:
         mask = lambda b, n, t, s, mask: mask.allowed(b, n, t, s)
         reason = elementwise.why_not(mask, index, index, tile, tile, slices(problem.mask))

@@ -48,7 +48,8 @@ def _why_not_score(problem):
     if problem.score is None:
         return None
     x, i, scalar = (jax.ShapeDtypeStruct(*like) for like in (((64, 64), "float32"), ((64, 64), "int32"), ((), "int32")))
-    score = jax.tree.map(lambda array: jax.ShapeDtypeStruct(x.shape, array.dtype), problem.score)
+    is_scalar = lambda a: a.shape[2:4] == (1, 1) and not jnp.issubdtype(a.dtype, jnp.floating)
+    score = jax.tree.map(lambda a: jax.ShapeDtypeStruct(() if is_scalar(a) else x.shape, a.dtype), problem.score)
     reason = elementwise.why_not(score_pullback, x, x, scalar, scalar, i, i, score)
     return reason and f"the score can't run in the backward kernel: {reason}"
 
