@@ -13,7 +13,7 @@ test test-full smoke newest coverage: export OMP_NUM_THREADS = 1
 test test-full smoke newest coverage: export OPENBLAS_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full coverage smoke newest lint format bench clean
+.PHONY: help setup train test test-full coverage smoke newest lint format bench results clean
 
 help: ## List the targets
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ format: setup ## Format, and repair what ruff can
 
 bench: setup ## Measure this machine, and plot
 	$(PY) -m benchmarks.run $(ARGS)
+
+results: setup ## Draw the rows that are kept, and write docs/results.md from them
+	$(PY) -m benchmarks.plot
+	$(PY) -m benchmarks.report
 
 clean: ## Remove the environments and caches; what training wrote stays
 	rm -rf $(VENV) $(NEWEST) build dist .hypothesis .pytest_cache .ruff_cache

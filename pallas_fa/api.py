@@ -12,7 +12,9 @@ from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
 from pallas_fa.operands.pytree import arrays_of
 from pallas_fa.problem import normalise
-from pallas_fa.sharding.explicit_axes import made_automatic
+from pallas_fa.sharding.explicit_axes import with_automatic_axes
+
+_attend = with_automatic_axes(attend)
 
 
 @overload
@@ -102,8 +104,7 @@ def dot_product_attention(
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
     refuse_dropout(arguments)
-    run = made_automatic(attend)
-    out, lse = run(query, key, value, bias, mask, implementation=implementation, **arguments)
+    out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **arguments)
     return (out, lse) if return_residual else out
 
 

@@ -9,6 +9,7 @@ os.environ["NPROC"] = "16"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
@@ -29,6 +30,14 @@ def small_chunks(monkeypatch):
     from pallas_fa.backends.xla import chunks
 
     monkeypatch.setattr(chunks, "_CHUNK_LOGITS", 1)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """XLA compiles in about half the time; the results are the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

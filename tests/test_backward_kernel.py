@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu import named_barriers
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.hopper.backward.backward import backward, why_no_backward
 from pallas_fa.backends.hopper.backward.choose import choose
@@ -88,8 +88,8 @@ def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU):
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        residuals = Residuals(operands, out, lse)
-        results = jax.block_until_ready(backward(problem, residuals, d_out, d_lse, gpu=gpu, interpret=True))
+        results = backward(problem, Residuals(operands, out, lse), d_out, d_lse, gpu, interpret=True)
+        results = jax.block_until_ready(results)
         return results, gpu_callbacks.get_races().races_found
 
 
@@ -161,7 +161,7 @@ def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warp
 def is_right_and_free_of_races(case, keywords, gpu=GPU):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
-    assert why_no_backward(problem) is None
+    assert why_no_backward(problem, gpu) is None
     gradients, races = interpreted(problem, operands, *residuals, gpu=gpu)
     assert not races
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
@@ -281,10 +281,10 @@ def lower_backward(case, **keywords):
 
     def fn(q, k, v, arrays, out, lse, d_out, d_lse):
         problem, operands = normalise(q, k, v, **inputs.keywords(arrays), **keywords)
-        reason = why_no_backward(problem)
+        reason = why_no_backward(problem, GPU)
         if reason is not None:
             raise NotImplementedError(reason)
-        return backward(problem, Residuals(operands, out, lse), d_out, d_lse)
+        return backward(problem, Residuals(operands, out, lse), d_out, d_lse, GPU)
 
     B, T, N = inputs.d_lse.reshape(-1, *inputs.d_lse.shape[-2:]).shape
     like = functools.partial(jax.ShapeDtypeStruct, (B, T, N, case.Hv), inputs.d_out.dtype)

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends import reference
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.forward import forward
 from pallas_fa.backends.hopper.forward import load as forward_load
@@ -70,7 +71,7 @@ def interpreted(problem, operands):
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(forward.forward(problem, operands, interpret=True))
+        results = jax.block_until_ready(forward.forward(problem, operands, Gpu.visible(), interpret=True))
         return results, gpu_callbacks.get_races().races_found
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
 from tests import cases

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_fa.backends.gpu import devices
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu import device as gpu_device
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.backward import choose as choose_backward
@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 H200 = Gpu("9.0", 132, 227 * 1024)
 
 
-def device(capability, multiprocessors):
+def device_like(capability, multiprocessors):
     return types.SimpleNamespace(compute_capability=capability, core_count=multiprocessors)
 
 
@@ -34,15 +34,17 @@ def device(capability, multiprocessors):
     ("capability", "kilobytes"), [("8.0", 163), ("8.9", 99), ("9.0", 227), ("12.0", 99), ("7.0", 48)]
 )
 def test_a_gpu_is_read_from_its_device(capability, kilobytes):
-    assert Gpu.of(device(capability, 84)) == Gpu(capability, 84, kilobytes * 1024)
+    assert Gpu.of(device_like(capability, 84)) == Gpu(capability, 84, kilobytes * 1024)
 
 
-def test_the_visible_gpu_is_the_first_or_a_hopper(monkeypatch):
-    monkeypatch.setattr(devices, "of_platform", lambda platform: [])
-    assert Gpu.visible() == H200
-    found = {"cuda": [device("9.0", 114), device("9.0", 132)]}
-    monkeypatch.setattr(devices, "of_platform", found.__getitem__)
-    assert Gpu.visible() == Gpu("9.0", 114, 227 * 1024)
+def test_the_visible_gpu_is_that_of_all_devices_or_a_hopper(monkeypatch):
+    visible = lambda: Gpu.visible.__wrapped__(Gpu)  # it remembers its answer
+    monkeypatch.setattr(gpu_device, "cuda_devices", lambda: [])
+    assert visible() == H200
+    monkeypatch.setattr(gpu_device, "cuda_devices", lambda: [device_like("9.0", 132), device_like("9.0", 114)])
+    assert visible() == Gpu("9.0", 114, 227 * 1024)
+    monkeypatch.setattr(gpu_device, "cuda_devices", lambda: [device_like("9.0", 132), device_like("8.0", 108)])
+    assert visible().compute_capability == "8.0, 9.0"
 
 
 class Facts(NamedTuple):

@@ -19,12 +19,13 @@ import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends import choice, hopper
 from pallas_fa.backends import xla as xla_backend
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.record import Backend
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
 from pallas_fa.sharding import partitioned
-from pallas_fa.sharding.device_share import KEY, LSE, OUT, QUERY, VALUE, DeviceShare, letters_of_operands
-from pallas_fa.sharding.mesh_axes import PartOfAnAxis, axes_by_dim
+from pallas_fa.sharding.device_shard import KEY, LSE, OUT, QUERY, VALUE, DeviceShard, letters_of_operands
+from pallas_fa.sharding.mesh_axes import SubAxes, axes_by_dim
 from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
 
@@ -374,21 +375,23 @@ def test_the_kernels_of_one_device_lower(spec):
         mask = masks.Causal() & masks.Custom(some_pairs, allowed)
         problem, operands = normalise(q, k, v, bias, mask, score=score)
         axes = (*(() if x is None else (x,) if isinstance(x, str) else x for x in spec), (), (), ())
-        share = DeviceShare.of(mesh, problem, dict(zip(OUT, axes, strict=False)), dict.fromkeys(KEY, ()), {})
-        call = functools.partial(shards_of, share, problem)
+        shard = DeviceShard.of(mesh, problem, dict(zip(OUT, axes, strict=False)), dict.fromkeys(KEY, ()), {})
+        call = functools.partial(shards_of, shard, problem)
         letters = letters_of_operands(operands)
-        out, lse = call(hopper.backend().forward, (operands,), (letters,), (OUT, LSE))
+        out, lse = call(hopper.backend(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
         arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
-        return call(hopper.backend().backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____"))
+        return call(
+            hopper.backend(Gpu.visible()).backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____")
+        )
 
     assert kernels(run, q, k, k, bias, slopes, allowed) == 2
 
 
-def shards_of(share, problem, kernel, arguments, letters, results):
+def shards_of(shard, problem, kernel, arguments, letters, results):
     """What each device computes, inside of shard_map, where a kernel runs as it is."""
-    specs = jax.tree.map(lambda x: P(*share.of_dims(x)), (letters, results))
-    local = lambda *arguments: tuple(share.run(kernel, problem, arguments, results))
-    return jax.shard_map(local, mesh=share.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arguments)
+    specs = jax.tree.map(lambda x: P(*shard.spec(x)), (letters, results))
+    local = lambda *arguments: tuple(shard.run(kernel, problem, arguments, results))
+    return jax.shard_map(local, mesh=shard.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arguments)
 
 
 # ---- what can't be shared out -------------------------------------------------------------------------------------------
@@ -446,4 +449,4 @@ def test_axes_by_dim_of_parts_of_axes():
     mesh, finer = mesh_of(1, 8), jax.make_mesh((4, 2), ("head", "half"), axis_types=(AxisType.Auto,) * 2)
     heads, halves = axes_by_dim(mesh, NamedSharding(finer, P("head", "half")), 2)
     assert (heads, halves) == (("model",), ("model",))
-    assert isinstance(heads, PartOfAnAxis) and isinstance(halves, PartOfAnAxis)
+    assert isinstance(heads, SubAxes) and isinstance(halves, SubAxes)

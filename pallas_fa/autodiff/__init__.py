@@ -1,1 +1,1 @@
-"""Derivatives: the custom rules of a backend, forward mode, and second derivatives."""
+"""Derivatives of attention: the custom rules of a backend, forward mode, and second derivatives."""

@@ -1,6 +1,6 @@
-"""`attention`: a forward and its tangents as a function that JAX differentiates forward-mode, and reverse by transposing.
+"""Joins a forward and its tangents to a function that JAX differentiates in forward mode, and in reverse by transposing.
 
-For `forward_mode=True`, in place of `vjp.py`: JAX takes one rule for the derivatives of a function, forward or reverse.
+`forward_mode=True` selects it. JAX takes one rule per function, forward or reverse; vjp.py has the other.
 """
 
 import functools
@@ -19,21 +19,21 @@ _with_rule: Any = functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def attention(rules: ForwardModeRules, operands: Operands) -> tuple[Any, Any]:
-    """(out [B, T, N, Hv], log-sum-exp [B, T, N]); jitted, so that calls outside of any jit compile once, too."""
-    return _attention(rules, *varying.made_alike(operands))
+    """Returns (out [B, T, N, Hv], lse [B, T, N]); jitted, so that calls outside any `jit` also compile only once."""
+    return _attention(rules, *varying.vary_together(operands))
 
 
 @_with_rule
 def _attention(rules: ForwardModeRules, operands: Operands) -> tuple[Any, Any]:
-    return varying.unchecked(rules.forward, operands)
+    return varying.without_checks(rules.forward, operands)
 
 
 def _tangent_rule(rules, primals, tangents):
-    (operands,), (moves,) = primals, tangents
+    (operands,), (operands_dot,) = primals, tangents
     out, lse = _attention(rules, operands)
     out, lse = checkpoint_name(out, "pallas_fa_out"), checkpoint_name(lse, "pallas_fa_lse")
-    dots = [None if isinstance(x, SymbolicZero) else x for x in moves.differentiable]
-    return (out, lse), rules.tangents(operands, lse, dots)
+    operand_tangents = [None if isinstance(x, SymbolicZero) else x for x in operands_dot.differentiable]
+    return (out, lse), rules.tangents(operands, lse, operand_tangents)
 
 
 _attention.defjvp(_tangent_rule, symbolic_zeros=True)

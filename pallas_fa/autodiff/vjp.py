@@ -1,8 +1,7 @@
-"""`attention`: a forward and a backward joined as a function that JAX differentiates.
+"""Joins a forward and a backward to a function that JAX differentiates in reverse mode.
 
-The residuals are the operands, out and lse; out and lse carry the names that a remat policy can keep. The forward rule
-calls `attention` itself and the backward is a function with a derivative of its own, so that gradients of gradients work:
-they recompute from the operands.
+The residuals are the operands, out and lse. A remat policy can save out and lse by name. Gradients of gradients work: the
+forward rule calls `attention` itself, and the backward has a derivative of its own, which recomputes from the operands.
 """
 
 import functools
@@ -20,13 +19,13 @@ _with_rules: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def attention(rules: Rules, operands: Operands) -> tuple[Any, Any]:
-    """(out [B, T, N, Hv], log-sum-exp [B, T, N]); jitted, so that calls outside of any jit compile once, too."""
-    return _attention(rules, *varying.made_alike(operands))
+    """Returns (out [B, T, N, Hv], lse [B, T, N]); jitted, so that calls outside any `jit` also compile only once."""
+    return _attention(rules, *varying.vary_together(operands))
 
 
 @_with_rules
 def _attention(rules: Rules, operands: Operands) -> tuple[Any, Any]:
-    return varying.unchecked(rules.forward, operands)
+    return varying.without_checks(rules.forward, operands)
 
 
 def _forward_rule(rules, operands):
@@ -44,15 +43,15 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 @_with_rules
 def _gradients(rules, residuals, d_out, d_lse):
-    return varying.unchecked(rules.backward, residuals, d_out, d_lse)
+    return varying.without_checks(rules.backward, residuals, d_out, d_lse)
 
 
 def _gradients_forward(rules, residuals, d_out, d_lse):
     return _gradients(rules, residuals, d_out, d_lse), (residuals.operands, d_out, d_lse)
 
 
-def _gradients_backward(rules, kept, cotangents):
-    """The whole second derivative goes to the operands: out and lse are functions of them, so they get none."""
+def _gradients_backward(rules, residuals, cotangents):
+    """Gives the whole second derivative to the operands. out and lse get none, since the operands determine them."""
 
     def pullback(operands, d_out, d_lse, cotangents):
         def gradients(arrays, d_out, d_lse):
@@ -61,9 +60,9 @@ def _gradients_backward(rules, kept, cotangents):
 
         return jax.vjp(gradients, operands.differentiable, d_out, d_lse)[1](cotangents)
 
-    operands, d_out, d_lse = kept
-    found, dd_out, dd_lse = varying.unchecked(pullback, operands, d_out, d_lse, cotangents)
-    return Residuals(operands.cotangent(found), None, None), dd_out, dd_lse  # type: ignore[arg-type]
+    operands, d_out, d_lse = residuals
+    d_operands, dd_out, dd_lse = varying.without_checks(pullback, operands, d_out, d_lse, cotangents)
+    return Residuals(operands.cotangent(d_operands), None, None), dd_out, dd_lse  # type: ignore[arg-type]
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)

@@ -1,1 +1,1 @@
-"""The implementations, and the choice among them."""
+"""The implementations of attention, and the choice among them."""

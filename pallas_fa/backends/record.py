@@ -1,4 +1,4 @@
-"""A backend is one record: what it is called, what it can do, and how it does it."""
+"""`Backend`: the record of one implementation, with its name, what it supports, its forward and its backward."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 
 class Support(NamedTuple):
-    """Why a backend can't do the forward, or the backward, of a problem: a reason in words, or None where it can."""
+    """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can."""
 
     forward: str | None = None
     backward: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":
-        """For one reason."""
+        """Returns that neither direction is supported, for one reason."""
         return cls(reason, reason)
 
 
@@ -29,13 +29,13 @@ class Backend:
 
     Attributes:
       name: what callers write in `implementation=`.
-      supports: what it can do of a problem, on the platform that it is made for.
-      forward: (problem, operands) -> out [B, T, N, Hv] and lse [B, T, N].
-      backward: (problem, residuals, d_out, d_lse) -> the gradients of `operands.differentiable`, in their dtypes.
-      platform: the only platform that it can be lowered for; None for any.
+      supports: supports(problem) -> `Support`, on the platform that the backend is made for.
+      forward: forward(problem, operands) -> out [B, T, N, Hv] and lse [B, T, N].
+      backward: backward(problem, residuals, d_out, d_lse) -> the gradients of `operands.differentiable`, in their dtypes.
+      platform: the only platform that it lowers for; None for any.
       needs: the device that it runs on, in words.
-      by_default: whether `implementation=None` may take it.
-      plain: forward is plain JAX, which JAX itself differentiates, in any mode and any number of times.
+      by_default: whether `implementation=None` may choose it.
+      plain: whether forward is plain JAX, which JAX differentiates itself, in any mode and any number of times.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The definition of attention in this library: dense, float32 (float64 for float64), no options, plain JAX.
+"""Defines attention in this library: dense, in float32 (float64 for float64), without options, in plain JAX.
 
-Everything else is tested against it. It may be differentiated any number of times, forward and reverse.
+Every other implementation is tested against it. JAX differentiates it any number of times, in forward and reverse mode.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from pallas_fa.softmax import tile
 
 
 def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
-    """Softmax weights [B, N, T, S] and log-sum-exp [B, N, T] of the query rows t0, t0 + 1, ... in q."""
+    """Returns probabilities [B, N, T, S] and log-sum-exp [B, N, T]; row 0 of q is query t0 of the problem."""
     q, k, _, score, mask = operands
     q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
@@ -26,7 +26,7 @@ def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[An
 
 
 def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
-    """(out [B, T, N, Hv] in the inputs' dtype, log-sum-exp [B, T, N]) of the query rows t0, t0 + 1, ... in q."""
+    """Returns (out [B, T, N, Hv] in the inputs' dtype, lse [B, T, N]); row 0 of q is query t0 of the problem."""
     lengths = lengths_of(operands.mask)
     q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
     q = tile.zero_padding(operands.q, q_lengths)
@@ -34,7 +34,8 @@ def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, A
     p, lse = probabilities(problem, operands._replace(q=q, k=k, v=v), t0)
     v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
     out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)
-    out = tile.zero_padding(out.astype(problem.dtype), q_lengths)  # it is 0 there, and keeps a NaN in its cotangent out
+    # Padding is 0 already. This zeroes its cotangent, which may be NaN.
+    out = tile.zero_padding(out.astype(problem.dtype), q_lengths)
     return out, jnp.swapaxes(lse, 1, 2)
 
 

@@ -1,8 +1,11 @@
 """Attention to a sequence that is sharded over devices, for use inside `jax.shard_map`.
 
-Two ways. `ring_attention` sends keys and values round while it computes: any number of devices, and memory that falls as
-one over it. `all_to_all_attention` exchanges heads for sequence before and after: less communication, up to one device
-for each query head. Both equal `dot_product_attention` of the whole arrays, with the same gradients.
+- `ring_attention` passes keys and values round a ring while it computes: any number of devices, and memory that falls as
+  one over it.
+- `all_to_all_attention` exchanges heads for sequence before and after: less communication, up to one device for each query
+  head.
+
+Both equal `dot_product_attention` of the whole arrays, with the same gradients.
 """
 
 from pallas_fa.context_parallel.all_to_all import all_to_all_attention as all_to_all_attention

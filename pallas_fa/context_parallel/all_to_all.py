@@ -1,4 +1,4 @@
-"""`all_to_all_attention`: heads are exchanged for sequence before and after."""
+"""`all_to_all_attention`: exchanges heads for sequence before and after attention."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -66,26 +66,27 @@ def all_to_all_attention(
     return_residual: bool = False,
     **arguments: Unpack[Arguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention to a sharded sequence, with heads exchanged for sequence before and after (Jacobs et al., arXiv 2309.14509).
+    """Computes attention to a sharded sequence, exchanging heads for sequence before and after.
 
-    For use inside `jax.shard_map`. Each of the R devices along `axis_name` comes with 1/R of the sequence and all heads,
-    attends with 1/R of the query heads to the whole sequence, and gets its 1/R of the sequence back. R must divide N. Where
-    it does not divide K, key heads are repeated as little as it takes: R / gcd(K, R) times.
+    Jacobs et al., arXiv 2309.14509. For use inside `jax.shard_map`. Each of the R devices along `axis_name` starts with 1/R
+    of the sequence and all heads. It attends with 1/R of the query heads to the whole sequence, and gets its 1/R of the
+    sequence back. R must divide N. If R does not divide K, key heads are repeated R / gcd(K, R) times.
 
-    What is not said here is as in `dot_product_attention`, with T and S the lengths of the whole sequences:
+    T and S are the lengths of the whole sequences. Arguments that are not listed are those of `dot_product_attention`.
 
     Args:
       query: [*B, T/R, N, H], this device's shard.
       key: [*B, S/R, K, H], this device's shard.
       value: [*B, S/R, K, Hv], this device's shard.
-      bias: float, broadcastable to [*B, N, T, S]: all of it, the same on all devices, in the order of the sequence. Each
-        device reads its heads; for a large bias `ring_attention` takes less memory.
-      mask: bool, broadcastable to [*B, N, T, S], all of it; or a `pallas_fa.masks.Mask` of the whole problem.
+      bias: float, broadcastable to [*B, N, T, S]: the whole array, replicated, in the order of the sequence. Each device
+        reads its heads; for a large bias `ring_attention` takes less memory.
+      mask: bool, broadcastable to [*B, N, T, S]: the whole array, replicated; or a `pallas_fa.masks.Mask` of the whole
+        problem.
       axis_name: the mesh axis, one name, over which the sequence is sharded.
-      placement: how the sequence lies on the devices, as in `ring_attention`; the work is balanced in any case.
+      placement: the order of the sequence on the devices, as in `ring_attention`. All devices have equal work either way.
       query_seq_lengths: int [*B], lengths of the whole sequences.
       key_value_seq_lengths: int [*B], lengths of the whole sequences.
-      query_segment_ids: int [*B, T/R], this device's shard; gathered, being small.
+      query_segment_ids: int [*B, T/R], this device's shard. The shards of all devices are gathered.
       key_value_segment_ids: int [*B, S/R], this device's shard.
       score: a `pallas_fa.scores.Score` of the whole problem.
 
@@ -94,11 +95,11 @@ def all_to_all_attention(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised while tracing.
-      NotImplementedError: the implementation named cannot do the call; the message says why.
+      NotImplementedError: the named implementation cannot do the call; the message says why.
     """
     size = checks.axis_size(axis_name)
-    placement = placements.checked(placement)
-    checks.is_sharded(axis_name, query=query, key=key, value=value)
+    placement = placements.check(placement)
+    checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_dropout(arguments)
     refuse_forward_mode(arguments)
     local, _ = normalise(query, key, value)
@@ -108,7 +109,7 @@ def all_to_all_attention(
             f"query has N={N} heads, which the {size} devices along axis_name={axis_name!r} cannot share evenly:"
             " all_to_all_attention gives each device the same number of heads. Use ring_attention, or a smaller axis."
         )
-    checks.has_blocks(local.dims, size, placement)
+    checks.require_blocks(local.dims, size, placement)
     if K % size:
         key, value = (jnp.repeat(x, size // math.gcd(K, size), axis=-2) for x in (key, value))
 

@@ -1,4 +1,4 @@
-"""What callers inside `jax.shard_map` can get wrong."""
+"""Checks what callers inside `jax.shard_map` can get wrong."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from pallas_fa.operands.dims import Dims
 
 
 def axis_size(axis_name: Any) -> int:
-    """The number of devices along the mesh axis, if it is one that is manual here."""
+    """Returns the number of devices along a mesh axis; raises unless it is one axis, and manual here."""
     if isinstance(axis_name, (tuple, list)):
         raise TypeError(
             f"axis_name={axis_name!r} must be one name of a mesh axis. Make the mesh with one axis for the sequence, of"
@@ -26,8 +26,8 @@ def axis_size(axis_name: Any) -> int:
         ) from None
 
 
-def not_reference(implementation: Any) -> None:
-    """Raises for the implementation that a ring can't use."""
+def refuse_reference(implementation: Any) -> None:
+    """Raises NotImplementedError if 'reference' is named, which a ring can't use."""
     names = (implementation,) if isinstance(implementation, str) else implementation
     if isinstance(names, (tuple, list)) and "reference" in names:
         raise NotImplementedError(
@@ -35,8 +35,8 @@ def not_reference(implementation: Any) -> None:
         )
 
 
-def is_sharded(axis_name: Any, **arrays: Any) -> None:
-    """Raises unless each array is this device's shard."""
+def require_shards(axis_name: Any, **arrays: Any) -> None:
+    """Raises ValueError unless each array is this device's shard along the mesh axis."""
     for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             continue
@@ -47,7 +47,7 @@ def is_sharded(axis_name: Any, **arrays: Any) -> None:
                 f" axis_name={axis_name!r}. Make them manual too (name them in its axis_names and in_specs), or make the"
                 " mesh with jax.sharding.AxisType.Auto for these axes."
             )
-        if varying.known_alike(x, axis_name):
+        if varying.is_replicated(x, axis_name):
             raise ValueError(
                 f"{name} is the same on all devices along axis_name={axis_name!r}, but each must hold its own shard of the"
                 f" sequence. Shard it: in_specs=PartitionSpec(None, {axis_name!r}) for [B, length, heads, dim] (and if these"
@@ -55,8 +55,14 @@ def is_sharded(axis_name: Any, **arrays: Any) -> None:
             )
 
 
-def has_blocks(dims: Dims, size: int, placement: placements.Placement) -> None:
-    """Raises where the shards can't be cut into the blocks of the placement."""
+def require_blocks(dims: Dims, size: int, placement: placements.Placement) -> None:
+    """Raises ValueError where a shard cannot be split into the blocks of the placement.
+
+    Args:
+      dims: the sizes of one device's shards.
+      size: the number of devices.
+      placement: how many blocks a shard has.
+    """
     for name, length in (("query", dims.T), ("key", dims.S)):
         if length % placements.blocks_of(placement):
             raise ValueError(

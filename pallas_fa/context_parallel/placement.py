@@ -1,19 +1,21 @@
-"""Where the shards of a sequence lie on the devices of a ring.
+"""The order of a sequence on the devices of a ring.
 
-"contiguous": device i holds the i-th of R pieces. "zigzag": the sequence is cut into 2R blocks and device i holds blocks i
-and 2R - 1 - i, so that each device has as much to do under a causal mask as any other.
+"contiguous": device i holds the i-th of R shards. "zigzag": the sequence is split into 2R blocks, and device i holds blocks
+i and 2R - 1 - i, so that every device has equal work under a causal mask.
 """
 
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 Placement = Literal["contiguous", "zigzag"]
 
 
-def checked(placement: Any) -> Placement:
-    """`placement`, if it is one."""
+def check(placement: Any) -> Placement:
+    """Returns `placement`; raises ValueError if it is none."""
     if placement not in get_args(Placement):
         raise ValueError(
             f"placement={placement!r} is not a way to place a sequence. Use 'zigzag' (balanced under causal masks; arrays go"
@@ -23,37 +25,48 @@ def checked(placement: Any) -> Placement:
 
 
 def blocks_of(placement: Placement) -> int:
-    """How many contiguous blocks a device holds."""
+    """Returns how many contiguous blocks a device holds."""
     return 2 if placement == "zigzag" else 1
 
 
 def starts(placement: Placement, device: Any, ring_size: int, block: int) -> tuple[Any, ...]:
-    """The global positions at which the blocks of `device` start, where each has `block` positions."""
+    """Returns the global positions at which the blocks of a device start.
+
+    Args:
+      placement: the order of the sequence on the devices.
+      device: the index of a device along the ring, an int or an int32 scalar array.
+      ring_size: the number of devices.
+      block: the number of positions in a block.
+    """
     if placement == "contiguous":
         return (device * block,)
     return device * block, (2 * ring_size - 1 - device) * block
 
 
-def to_zigzag(x: Any, axis: int, ring_size: int) -> Any:
-    """A whole array with `axis` in the order in which "zigzag" places it on `ring_size` devices.
+def to_zigzag(x: ArrayLike, axis: int, ring_size: int) -> jax.Array:
+    """Permutes a whole array along `axis` to the order of "zigzag" placement.
 
-    Its size must be a multiple of 2 * ring_size. Permute tokens, positions, segment ids and targets once, where the batch
-    is made; shard the result along `axis` as usual.
+    Permute tokens, positions, segment ids and targets once, where the batch is made, and shard the results along `axis`.
+
+    Args:
+      x: an array of any shape and dtype.
+      axis: the axis of the sequence; its size must be a multiple of 2 * ring_size.
+      ring_size: the number of devices over which the sequence is sharded.
     """
-    return _permuted(x, axis, ring_size, _zigzag(ring_size))
+    return _permute_blocks(x, axis, ring_size, _zigzag(ring_size))
 
 
-def from_zigzag(x: Any, axis: int, ring_size: int) -> Any:
-    """The inverse of `to_zigzag`."""
-    return _permuted(x, axis, ring_size, np.argsort(_zigzag(ring_size)))
+def from_zigzag(x: ArrayLike, axis: int, ring_size: int) -> jax.Array:
+    """Permutes a whole array from the order of "zigzag" placement back to that of the sequence: inverts `to_zigzag`."""
+    return _permute_blocks(x, axis, ring_size, np.argsort(_zigzag(ring_size)))
 
 
 def _zigzag(ring_size):
-    """Which block of the sequence comes first, second, ..."""
+    """Returns the order of the blocks: which block of the sequence comes first, second, ..."""
     return np.stack([np.arange(ring_size), 2 * ring_size - 1 - np.arange(ring_size)], axis=1).reshape(-1)
 
 
-def _permuted(x, axis, ring_size, order):
+def _permute_blocks(x, axis, ring_size, order):
     x = jnp.asarray(x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis={axis} is not an axis of an array of shape {x.shape}. Name the axis of the sequence.")

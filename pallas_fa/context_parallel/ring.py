@@ -1,4 +1,4 @@
-"""`Ring`: the devices along a mesh axis, and what each holds of a sequence."""
+"""`Ring`: the devices along a mesh axis, and the blocks of a sequence that each holds."""
 
 import dataclasses
 import functools
@@ -20,9 +20,15 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """What is static. `problem` has the sizes of one device's shards, and the mask and score of the whole problem.
+    """All that is static in ring attention.
 
-    `mask` and `score` are bound to arrays with the rows of one device and all columns.
+    Attributes:
+      problem: the sizes of one device's shards, with the mask and score of the whole problem; these are bound to arrays with
+        the rows of one device and all columns.
+      implementation: what callers of `ring_attention` pass; computes each hop.
+      axis_name: the mesh axis.
+      size: the number of devices along it.
+      placement: the order of the sequence on the devices.
     """
 
     problem: Problem
@@ -32,22 +38,29 @@ class Ring:
     placement: placement.Placement
 
     def split(self, x: Any, axis: int) -> tuple[Any, ...]:
-        """The blocks of a shard."""
+        """Splits a shard into its blocks."""
         return tuple(jnp.split(x, placement.blocks_of(self.placement), axis))
 
     def rotate(self, tree: Any, hops: int = 1) -> Any:
-        """The arrays of `tree` from the device that is `hops` places before this one."""
+        """Returns the arrays of `tree` that the device `hops` places before this one holds."""
         if hops % self.size == 0:
             return tree
         pairs = [(i, (i + hops) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
     def attend(self, problem: Problem, operands: Operands) -> tuple[Any, Any]:
-        """(out, lse) of the keys of one hop, or of some of them."""
+        """Returns (out, lse) of one hop, or of one pair of blocks."""
         return Attention(problem, choose(problem, self.implementation)).forward(operands)
 
     def gradients(self, problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
-        """Those of `attend`, of whole rows' results; `problem` may be that of other operands."""
+        """Returns the gradients of one hop, or of one pair of blocks.
+
+        Args:
+          problem: that of `attend`; its sizes, mask and score may be those of other operands.
+          residuals: the operands of the hop, with out and lse of the whole rows.
+          d_out: cotangent of out.
+          d_lse: cotangent of lse.
+        """
         problem = problem.with_operands(residuals.operands)
         return Attention(problem, choose(problem, self.implementation)).backward(residuals, d_out, d_lse)
 
@@ -58,19 +71,19 @@ class Ring:
         return dims.B, dims.N, dims.T // blocks, dims.S // blocks
 
     def starts(self, device: Any, block: int) -> tuple[Any, ...]:
-        """The positions in the whole sequence at which the blocks of `device` start."""
+        """Returns the global positions at which the blocks of `device` start; a block has `block` positions."""
         return placement.starts(self.placement, device, self.size, block)
 
     @functools.cached_property
     def hops(self) -> int:
-        """How many hops it takes until no device needs any more keys: all where that depends on arrays."""
+        """The number of hops after which no device needs more keys; all hops where that depends on arrays."""
         mask, _ = without_sharded_segments(self.problem.mask)
         if mask is None or jax.tree.leaves(mask):
             return self.size
         T, S = self.part_size[2:]
 
         @functools.cache
-        def needed(shift):  # without arrays, only the distance between the blocks matters
+        def needed(shift):  # a mask without arrays depends on the distance between the blocks only
             with jax.ensure_compile_time_eval():
                 return bool(any_allowed(mask.moved(Part((0, 0, shift, 0), self.part_size)), T, S))
 
@@ -86,17 +99,17 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class _ShardedSegments(masks.Segments):
-    """Segments whose ids are shards, of the queries and of the keys that a device holds."""
+    """Segments whose ids are one device's shards."""
 
 
 def with_sharded_segments(mask: Any, segments: masks.Segments) -> masks.Mask:
-    """A bound `mask` or None, and bound `segments` whose ids are this device's; those of the keys travel with these."""
+    """Joins a bound `mask`, or None, to bound `segments` whose ids are this device's shards, and travel with the keys."""
     parts = [mask, _ShardedSegments(segments.q_ids, segments.kv_ids)]
     return masks.And(tuple(part for part in parts if part is not None))
 
 
 def without_sharded_segments(mask: Any) -> tuple[Any, Any]:
-    """(the mask without its sharded segments, these segments); each None where there is none."""
+    """Returns the mask without its sharded segments, and these segments; each may be None."""
     if not isinstance(mask, masks.And) or not isinstance(mask.parts[-1], _ShardedSegments):
         return mask, None
     *others, segments = mask.parts
@@ -104,7 +117,7 @@ def without_sharded_segments(mask: Any) -> tuple[Any, Any]:
 
 
 def any_allowed(mask: masks.Mask, T: int, S: int) -> Any:
-    """Whether a mask of T queries and S keys lets any attend; conservative."""
+    """Tells whether a mask of T queries and S keys may allow any pair of them; conservative."""
     lo, hi = mask.kv_range(np.array([0]), np.array([T]))
-    found = intervals.maximum(lo, 0) < intervals.minimum(hi, S)
-    return found.any() if hasattr(found, "any") else found
+    allowed = intervals.maximum(lo, 0) < intervals.minimum(hi, S)
+    return allowed.any() if hasattr(allowed, "any") else allowed

@@ -1,4 +1,4 @@
-"""`ring_attention`: keys and values go round in a ring of devices."""
+"""`ring_attention`: keys and values travel round a ring of devices."""
 
 from collections.abc import Hashable, Sequence
 from typing import Literal, Unpack, overload
@@ -7,10 +7,9 @@ import jax
 from jax.typing import ArrayLike
 
 from pallas_fa.arguments import Arguments, refuse_dropout, refuse_forward_mode, segment_mask, with_signature
-from pallas_fa.context_parallel import checks, hops
+from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement
-from pallas_fa.context_parallel.ring import Ring, with_sharded_segments
 from pallas_fa.masks import Lengths, Mask
 from pallas_fa.operands.dims import ShardedDims
 from pallas_fa.problem import normalise
@@ -62,52 +61,55 @@ def ring_attention(
     return_residual: bool = False,
     **arguments: Unpack[Arguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of this device's queries to the keys of all devices along a mesh axis, which go round in a ring.
+    """Computes attention of this device's queries to the keys of all devices along a mesh axis, which travel round a ring.
 
-    For use inside `jax.shard_map` (or `pmap`), with its checks on or off. Each of the R devices along `axis_name` holds 1/R
-    of the queries and of the keys. Keys and values travel (R - 1 of R hops are needed, and fewer where the mask is known to
-    need fewer) while the device computes; nothing is ever gathered, forward or backward. Liu et al., arXiv 2310.01889.
+    Liu et al., arXiv 2310.01889. For use inside `jax.shard_map` (or `pmap`), with its checks on or off. Each of the R
+    devices along `axis_name` holds 1/R of the queries and of the keys. Keys and values travel while the device computes:
+    R - 1 hops, or fewer if the mask is static and needs fewer. Nothing is gathered, forward or backward.
 
-    Positions are those in the whole sequence, for every mask and score. What is not said here is as in
-    `dot_product_attention`, whose shape letters these are, with T and S the lengths of the whole sequences:
+    Masks and scores see positions in the whole sequence. T and S are the lengths of the whole sequences. Arguments that are
+    not listed, and shape letters, are those of `dot_product_attention`.
 
     Args:
       query: [*B, T/R, N, H], this device's shard.
       key: [*B, S/R, K, H], this device's shard.
       value: [*B, S/R, K, Hv], this device's shard.
-      bias: float, broadcastable to [*B, N, T/R, S]: the rows of this device's queries, the columns of all keys. Its rows
-        and its columns are in the order of the placement for T, and in that of the sequence for S.
-      mask: bool, broadcastable to [*B, N, T/R, S], as `bias`; or a `pallas_fa.masks.Mask`, whose arrays likewise have this
-        device's rows and all columns.
+      bias: float, broadcastable to [*B, N, T/R, S]: the rows of this device's queries, in the order of the placement, and
+        the columns of all keys, in the order of the sequence.
+      mask: bool, broadcastable to [*B, N, T/R, S], ordered like `bias`; or a `pallas_fa.masks.Mask`, whose arrays also have
+        this device's rows and all columns.
       axis_name: the mesh axis, one name, over which the sequence is sharded.
-      placement: how the sequence lies on the devices; required, since keys in another order give wrong results without an
-        error. "zigzag": the sequence is cut into 2R blocks, and device i holds blocks i and 2R - 1 - i, so that
-        causal masks give all devices the same work; `to_zigzag` brings a whole array into this order. "contiguous": device
-        i holds the i-th of R pieces; the better choice for a causal window, since the ring then stops where the window ends.
+      placement: the order of the sequence on the devices. Required, since another order than the keys have gives wrong
+        results without an error. "zigzag": the sequence is split into 2R blocks, and device i holds blocks i and 2R - 1 - i.
+        Every device then has equal work under a causal mask. `to_zigzag` permutes a whole array to this order. "contiguous":
+        device i holds the i-th of R shards. Better for a causal window, since the ring stops where the window ends.
       query_seq_lengths: int [*B], lengths of the whole sequences.
       key_value_seq_lengths: int [*B], lengths of the whole sequences.
       query_segment_ids: int [*B, T/R], this device's shard.
-      key_value_segment_ids: int [*B, S/R], this device's shard; the ids travel with the keys. (Ids in a `masks.Segments` are
-        arrays of a mask: all S columns.)
+      key_value_segment_ids: int [*B, S/R], this device's shard; the ids travel with the keys. (Ids in a `masks.Segments`,
+        as arrays of a mask, have all S columns.)
       score: a `pallas_fa.scores.Score`, whose arrays have this device's rows and all columns.
       implementation: 'mosaic_gpu', 'xla', a tuple of them, or None; computes each hop.
 
     Returns:
-      out [*B, T/R, N, Hv], with `return_residual` (out, lse), lse [*B, T/R, N]; differentiable, twice in reverse (the second
-      derivative keeps what each hop saw, so that it takes the memory of whole sequences). The gradient of an array that is
-      the same on all devices (slopes, a bias without T) is summed over them by `jax.shard_map`, as always there.
+      out [*B, T/R, N, Hv], with `return_residual` (out, lse), lse [*B, T/R, N]. Differentiable, twice in reverse; the second
+      derivative keeps the operands of every hop, which takes the memory of whole sequences. `jax.shard_map` sums the
+      gradients of replicated arrays (slopes, a bias without T) over the devices.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised while tracing.
-      NotImplementedError: the implementation named cannot do the call; the message says why.
+      NotImplementedError: the named implementation cannot do the call; the message says why.
     """
+    from pallas_fa.context_parallel import hops  # only rings need it: `import pallas_fa` stays fast
+    from pallas_fa.context_parallel.ring import Ring, with_sharded_segments
+
     size = checks.axis_size(axis_name)
-    placement = placements.checked(placement)
-    checks.not_reference(implementation)
-    checks.is_sharded(axis_name, query=query, key=key, value=value)
+    placement = placements.check(placement)
+    checks.refuse_reference(implementation)
+    checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_dropout(arguments)
     refuse_forward_mode(arguments)
-    # The ids are shards, and those of the keys travel with these; the arrays of other masks hold all keys.
+    # Segment ids are shards, and travel with the keys. The arrays of other masks span all keys.
     ids = arguments.pop("query_segment_ids", None), arguments.pop("key_value_segment_ids", None)
     problem, operands = normalise(
         query,
@@ -125,9 +127,9 @@ def ring_attention(
         problem = problem.with_operands(operands)
     if operands.mask is None and operands.score is None:
         placement = "contiguous"  # nothing depends on positions: larger blocks
-    checks.has_blocks(dims, size, placement)
+    checks.require_blocks(dims, size, placement)
 
     names = tuple(implementation) if isinstance(implementation, list) else implementation
-    static = Ring(problem, names, axis_name, size, placement)
-    out, lse = (x.reshape(dims.batch + x.shape[1:]) for x in hops.attention(static, operands))
+    ring = Ring(problem, names, axis_name, size, placement)
+    out, lse = (x.reshape(dims.batch + x.shape[1:]) for x in hops.attention(ring, operands))
     return (out, lse) if return_residual else out

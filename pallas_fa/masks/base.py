@@ -1,17 +1,19 @@
-"""Masks: the contract, and their composition by `&` and `|`.
+"""Masks: the interface, and composition by `&` and `|`.
 
-A mask is a frozen pytree. Its arrays span the dims (b, n, t, s) that their shapes show; `bind` gives each the shape
-[B|1, N|1, T|1, S|1]. Whoever evaluates a bound mask (the reference on the whole grid, XLA on a chunk, a kernel on a
-tile) puts the slices for its tile in the arrays' places (`jax.tree.map`) and calls
+A mask is a frozen pytree. `bind` reshapes its arrays to [B|1, N|1, T|1, S|1]. An implementation evaluates a bound mask a
+tile at a time (the reference all at once). It replaces the arrays by their slices for the tile (`jax.tree.map`), and calls
 
-- `allowed(b, n, t, s)`: absolute indices as broadcastable integer arrays -> bool, elementwise, in plain jnp;
+- `allowed(b, n, t, s)`: which positions are allowed, elementwise, in plain jnp.
+
+Range questions, asked of the whole arrays before any loop, find the tiles worth visiting:
+
 - `kv_range(t_lo, t_hi)`: an interval [lo, hi) of keys outside which no query of [t_lo, t_hi) attends to anything;
 - `full_kv_range(t_lo, t_hi)`: an interval of keys to all of which every query of [t_lo, t_hi) attends;
-- `q_range(s_lo, s_hi)` and `full_q_range(s_lo, s_hi)`: the same questions asked from the keys.
+- `q_range(s_lo, s_hi)` and `full_q_range(s_lo, s_hi)`: the same for queries that attend to keys [s_lo, s_hi).
 
-Ranges may reach past the ends of the sequences; lo >= hi is the empty one. Masks without arrays answer for Python ints
-(with ints: loop bounds fold), NumPy arrays and traced scalars. Masks with arrays answer on the whole arrays, for NumPy
-arrays of tiles of one size, with int32 arrays that broadcast to [B, N, tiles].
+Ranges may reach past the ends of the sequences; lo >= hi is the empty range. Masks without arrays take Python ints, NumPy
+arrays and traced scalars; from ints they return ints, so that loop bounds fold. Masks with arrays take NumPy arrays that
+bound tiles of one size, and return int32 arrays that broadcast to [B, N, tiles].
 """
 
 import dataclasses
@@ -29,40 +31,49 @@ _NOTHING = (0, 0)
 
 
 class Mask(Node):
-    """A rule that says whether query t of head n in batch entry b may attend to key s. Combine with `&` and `|`."""
+    """A rule that says whether query t of head n in batch entry b may attend to key s. Compose with `&` and `|`."""
 
-    # Joins all bound masks of this kind in a conjunction into fewer; None: each stays by itself.
+    # Simplifies a conjunction of bound masks, joining those of this kind; None where that is impossible.
     join: ClassVar[Callable[[list["Mask"]], list["Mask"]] | None] = None
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
-        """bool, broadcast over the indices and the mask's own (sliced) arrays."""
+        """Returns which positions are allowed: bool, broadcast over the indices and the mask's (sliced) arrays.
+
+        Args:
+          b: batch entries, global indices as an integer array; the four broadcast against each other.
+          n: query heads.
+          t: query positions.
+          s: key positions.
+        """
         raise NotImplementedError
 
     def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
-        """[lo, hi): keys that queries t_lo <= t < t_hi may attend to; conservative."""
+        """Returns [lo, hi): all keys that queries t_lo <= t < t_hi may attend to, possibly more."""
         return EVERYTHING
 
     def q_range(self, s_lo: Any, s_hi: Any) -> Range:
-        """[lo, hi): queries that may attend to keys s_lo <= s < s_hi; conservative."""
+        """Returns [lo, hi): all queries that may attend to keys s_lo <= s < s_hi, possibly more."""
         return EVERYTHING
 
     def full_kv_range(self, t_lo: Any, t_hi: Any) -> Range:
-        """[lo, hi): keys to which all queries t_lo <= t < t_hi attend; may be smaller than the truth."""
+        """Returns [lo, hi): keys to which all queries t_lo <= t < t_hi attend, possibly not all such keys."""
         return _NOTHING
 
     def full_q_range(self, s_lo: Any, s_hi: Any) -> Range:
-        """[lo, hi): queries that attend to all keys s_lo <= s < s_hi; may be smaller than the truth."""
+        """Returns [lo, hi): queries that attend to all keys s_lo <= s < s_hi, possibly not all such queries."""
         return _NOTHING
 
     def bind(self, dims: Dims, lengths: Any) -> "Mask":
-        """This mask for one call: arrays checked and shaped [B|1, N|1, T|1, S|1], alignment resolved.
+        """Returns this mask bound to one call: arrays checked and shaped [B|1, N|1, T|1, S|1], alignment resolved.
 
-        `lengths`: the sequence lengths of the call, a bound `Lengths`.
+        Args:
+          dims: the sizes of the call.
+          lengths: the sequence lengths of the call, a bound `Lengths`.
         """
         return self
 
     def moved(self, part: Part) -> "Mask":
-        """This bound mask, whose arrays are cut to `part` already, at the part's own indices."""
+        """Returns this bound mask at the indices of `part`, which start at 0. Its arrays are already cut to the part."""
         return self
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -93,36 +104,36 @@ class And(Mask):
 
     parts: tuple[Mask, ...]
 
-    def bind(self, dims, lengths):
+    def bind(self, dims: Dims, lengths: Any) -> Mask:
         parts = [part.bind(dims, lengths) for part in self.parts]
         for join in dict.fromkeys(type(part).join for part in parts):
             parts = join(parts) if join else parts
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
-    def moved(self, part):
+    def moved(self, part: Part) -> Mask:
         return And(tuple(each.moved(part) for each in self.parts))
 
-    def allowed(self, b, n, t, s):
+    def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         result = self.parts[0].allowed(b, n, t, s)
         for part in self.parts[1:]:
             result = result & part.allowed(b, n, t, s)
         return result
 
-    def _ask(self, question, lo, hi):
+    def _intersection(self, question, lo, hi):
         los, his = zip(*(getattr(part, question)(lo, hi) for part in self.parts), strict=True)
         return intervals.maximum(*los), intervals.minimum(*his)
 
-    def kv_range(self, t_lo, t_hi):
-        return self._ask("kv_range", t_lo, t_hi)
+    def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
+        return self._intersection("kv_range", t_lo, t_hi)
 
-    def q_range(self, s_lo, s_hi):
-        return self._ask("q_range", s_lo, s_hi)
+    def q_range(self, s_lo: Any, s_hi: Any) -> Range:
+        return self._intersection("q_range", s_lo, s_hi)
 
-    def full_kv_range(self, t_lo, t_hi):
-        return self._ask("full_kv_range", t_lo, t_hi)
+    def full_kv_range(self, t_lo: Any, t_hi: Any) -> Range:
+        return self._intersection("full_kv_range", t_lo, t_hi)
 
-    def full_q_range(self, s_lo, s_hi):
-        return self._ask("full_q_range", s_lo, s_hi)
+    def full_q_range(self, s_lo: Any, s_hi: Any) -> Range:
+        return self._intersection("full_q_range", s_lo, s_hi)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +142,19 @@ class Or(Mask):
 
     parts: tuple[Mask, ...]
 
-    def bind(self, dims, lengths):
+    def bind(self, dims: Dims, lengths: Any) -> Mask:
         return Or(tuple(part.bind(dims, lengths) for part in self.parts))
 
-    def moved(self, part):
+    def moved(self, part: Part) -> Mask:
         return Or(tuple(each.moved(part) for each in self.parts))
 
-    def allowed(self, b, n, t, s):
+    def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         result = self.parts[0].allowed(b, n, t, s)
         for part in self.parts[1:]:
             result = result | part.allowed(b, n, t, s)
         return result
 
-    def _widest(self, question, lo, hi):
+    def _union_hull(self, question, lo, hi):
         answers = [getattr(part, question)(lo, hi) for part in self.parts]
         # An empty range must not widen the hull.
         starts = [intervals.where(a < b, a, UNBOUNDED) for a, b in answers]
@@ -154,33 +165,33 @@ class Or(Mask):
         best_lo, best_hi = getattr(self.parts[0], question)(lo, hi)
         for part in self.parts[1:]:
             a, b = getattr(part, question)(lo, hi)
-            # Halves: -UNBOUNDED to UNBOUNDED is too far for int32.
-            length, best = intervals.of_one_rank(b // 2 - a // 2, best_hi // 2 - best_lo // 2)
+            # Half the length: that of (-UNBOUNDED, UNBOUNDED) exceeds int32.
+            length, best = intervals.with_equal_ranks(b // 2 - a // 2, best_hi // 2 - best_lo // 2)
             longer = length > best
             best_lo, best_hi = intervals.where(longer, a, best_lo), intervals.where(longer, b, best_hi)
         return best_lo, best_hi
 
-    def kv_range(self, t_lo, t_hi):
-        return self._widest("kv_range", t_lo, t_hi)
+    def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
+        return self._union_hull("kv_range", t_lo, t_hi)
 
-    def q_range(self, s_lo, s_hi):
-        return self._widest("q_range", s_lo, s_hi)
+    def q_range(self, s_lo: Any, s_hi: Any) -> Range:
+        return self._union_hull("q_range", s_lo, s_hi)
 
-    def full_kv_range(self, t_lo, t_hi):
+    def full_kv_range(self, t_lo: Any, t_hi: Any) -> Range:
         return self._longest("full_kv_range", t_lo, t_hi)
 
-    def full_q_range(self, s_lo, s_hi):
+    def full_q_range(self, s_lo: Any, s_hi: Any) -> Range:
         return self._longest("full_q_range", s_lo, s_hi)
 
 
 def all_of(masks: list[Mask]) -> Mask | None:
-    """The conjunction of `masks`; None when there are none."""
+    """Returns the conjunction of `masks`; None if there are none."""
     parts = tuple(part for mask in masks for part in _parts(mask, And))
     return parts[0] if len(parts) == 1 else And(parts) if parts else None
 
 
 def parts_of[M: Mask](mask: Mask | None, kind: type[M]) -> list[M]:
-    """The parts of a conjunction (or the one mask) that are of `kind`."""
+    """Returns the parts of a conjunction (or of a single mask) that are of `kind`."""
     return [part for part in _parts(mask, And) if isinstance(part, kind)]
 
 

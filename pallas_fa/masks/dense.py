@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 from pallas_fa.masks import tile_ranges
 from pallas_fa.masks.base import Mask
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.intervals import Range
 from pallas_fa.operands.pytree import is_array
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Mask):
-    """`array` itself, bool, broadcastable to [*B, N, T, S]; its broadcast dims are never materialised."""
+    """Allows where `array`, bool and broadcastable to [*B, N, T, S], is True; its broadcast dims are never materialised."""
 
     array: Any
 
@@ -24,32 +26,24 @@ class Dense(Mask):
                 " an additive mask use pallas_fa.scores.Bias or `bias=`."
             )
 
-    def bind(self, dims, lengths):
+    def bind(self, dims: Dims, lengths: Any) -> "Dense":
         return Dense(dims.broadcastable("mask", self.array))
 
-    def allowed(self, b, n, t, s):
+    def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         return self.array
 
-    def kv_range(self, t_lo, t_hi):
-        return tile_ranges.hull(
-            *tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, 2, t_lo, t_hi, jnp.any), 3, jnp.any)
-        )
+    def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
+        return tile_ranges.hull(*self._reduce(jnp.any, 2, t_lo, t_hi))
 
-    def q_range(self, s_lo, s_hi):
-        return tile_ranges.hull(
-            *tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, 3, s_lo, s_hi, jnp.any), 2, jnp.any)
-        )
+    def q_range(self, s_lo: Any, s_hi: Any) -> Range:
+        return tile_ranges.hull(*self._reduce(jnp.any, 3, s_lo, s_hi))
 
-    def full_kv_range(self, t_lo, t_hi):
-        return tile_ranges.first_run(
-            *tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, 2, t_lo, t_hi, jnp.all), 3, jnp.all)
-        )
+    def full_kv_range(self, t_lo: Any, t_hi: Any) -> Range:
+        return tile_ranges.first_run(*self._reduce(jnp.all, 2, t_lo, t_hi))
 
-    def full_q_range(self, s_lo, s_hi):
-        return tile_ranges.first_run(
-            *tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, 3, s_lo, s_hi, jnp.all), 2, jnp.all)
-        )
+    def full_q_range(self, s_lo: Any, s_hi: Any) -> Range:
+        return tile_ranges.first_run(*self._reduce(jnp.all, 3, s_lo, s_hi))
 
-    def _tiles(self, axis, lo, hi, other, reduce):
-        """`reduce` of each pair of a tile [lo, hi) of `axis` and a block of the other axis, and the size of a block."""
-        return tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, axis, lo, hi, reduce), other, reduce)
+    def _reduce(self, reduce, axis, lo, hi):
+        """Reduces the array over each tile [lo, hi) of `axis` and each block of the other axis; returns `blocks`."""
+        return tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, axis, lo, hi, reduce), 5 - axis, reduce)

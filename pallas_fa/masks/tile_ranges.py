@@ -1,4 +1,4 @@
-"""How the arrays of a mask answer for the tiles of a sequence: which range of the other sequence each needs."""
+"""Answers range questions from the arrays of a mask: which range of one sequence each tile of the other needs."""
 
 import functools
 from typing import Any
@@ -11,13 +11,21 @@ from pallas_fa.operands.intervals import UNBOUNDED, Range
 
 
 def _block_size(size):
-    # Long arrays are looked at in blocks: the work for one tile stays near a thousand comparisons up to S = 128k. Up to
-    # 8192 positions, to look at each costs a GPU less than the kernel that finds out about blocks.
+    # Blocks bound the work per tile: about a thousand comparisons up to S = 128k. Up to 8192 positions, a GPU compares all
+    # positions in less time than one more kernel, which reduces blocks, would take.
     return 1 if size <= 8192 else min(size // 1024, 128)
 
 
 def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
-    """`x` with `axis` cut into the tiles [lo, hi) and each reduced to one value; an axis of size 1 stays as it is."""
+    """Reduces each tile of `x` to one value; `x` is returned as it is if its size along `axis` is 1.
+
+    Args:
+      x: [B|1, N|1, T|1, S|1].
+      axis: the axis of the tiles.
+      lo: starts of the tiles, an int or NumPy ints [tiles].
+      hi: ends of the tiles.
+      reduce: reduce(x, axis=) such as jnp.min.
+    """
     if x.shape[axis] == 1:
         return x
     lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
@@ -31,14 +39,24 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
 
 
 def _regular_tile(lo, hi, size):
-    """The size of the tiles [lo, hi) where they follow each other to the end, the last one as far as it goes; else 0."""
+    """Returns the tile size if the tiles [lo, hi) cover [0, size) in order, the last one possibly short; else 0."""
     tile = max(int(hi[0] - lo[0]), 1)
     starts = np.arange(0, size, tile)
     return tile if np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size)) else 0
 
 
 def blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[Any, int]:
-    """x [B, N, T, S] with `axis` cut into blocks, moved last: ([B, N, tiles, blocks], block size or 0 for 'all alike')."""
+    """Reduces each block of `x` along `axis` to one value, and moves that axis last.
+
+    Args:
+      x: [B|1, N|1, tiles, S|1] (`axis` is 3) or [B|1, N|1, T|1, tiles] (`axis` is 2).
+      axis: the axis of the blocks.
+      reduce: reduce(x, axis=) such as jnp.min.
+      block: the block size; None to choose it.
+
+    Returns:
+      [B|1, N|1, tiles, blocks], and the block size: 0 if `x` is broadcast along `axis`.
+    """
     size = x.shape[axis]
     block = block or _block_size(size)
     if block > 1:
@@ -47,33 +65,52 @@ def blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[An
     return (x if axis == 3 else jnp.swapaxes(x, 2, 3)), (block if size > 1 else 0)
 
 
-def of_shared_ids(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> Range:
-    """For each tile [lo, hi) of `ids`: a range of `others` outside which none of its ids is."""
-    answer = lambda lo, hi: hull(*_may_share(ids, axis, lo, hi, others, other_axis))
+def range_of_shared_ids(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> Range:
+    """Finds, for each tile of `ids`, a range of `others` outside which none of the tile's ids occurs.
+
+    Args:
+      ids: int [B|1, 1, T|1, S|1].
+      axis: the axis that `ids` spans.
+      lo: starts of the tiles, an int or NumPy ints [tiles].
+      hi: ends of the tiles.
+      others: the ids of the other sequence, int [B|1, 1, T|1, S|1].
+      other_axis: the axis that `others` spans.
+    """
+    answer = lambda lo, hi: hull(*_may_share_ids(ids, axis, lo, hi, others, other_axis))
     return _by_blocks(answer, ids.shape[axis], lo, hi, others.shape[other_axis], (jnp.minimum, jnp.maximum))
 
 
-def of_one_id(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> Range:
-    """For each tile [lo, hi) of `ids`: a range of `others` where all ids are the one id of the tile."""
-    answer = lambda lo, hi: first_run(*_are_alike(ids, axis, lo, hi, others, other_axis))
+def range_of_one_id(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_axis: int) -> Range:
+    """Finds, for each tile of `ids`, a range of `others` in which all ids equal all ids of the tile.
+
+    Args:
+      ids: int [B|1, 1, T|1, S|1].
+      axis: the axis that `ids` spans.
+      lo: starts of the tiles, an int or NumPy ints [tiles].
+      hi: ends of the tiles.
+      others: the ids of the other sequence, int [B|1, 1, T|1, S|1].
+      other_axis: the axis that `others` spans.
+    """
+    answer = lambda lo, hi: first_run(*_have_one_id(ids, axis, lo, hi, others, other_axis))
     return _by_blocks(answer, ids.shape[axis], lo, hi, others.shape[other_axis], (jnp.maximum, jnp.minimum))
 
 
 def _by_blocks(answer, size, lo, hi, other_size, join):
-    """answer(lo, hi), where tiles are some whole blocks had from the answers for these.
+    """Returns answer(lo, hi), for tiles of a few whole blocks by joining the answers for these blocks.
 
-    Where queries and keys have the same ids, a GPU then finds the smallest and the largest of blocks of both in one kernel,
-    and both ranges in a second; each kernel more takes 2 to 3 us.
+    If queries and keys have the same ids, XLA then fuses the reductions of both to blocks into one GPU kernel, and both
+    ranges into a second. Decision record: forward/segment-id-ranges.
     """
     lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
     block, tile = _id_block(other_size), _regular_tile(lo, hi, size)
-    count, every = size // block, tile // block
-    if block == 1 or tile % block or size % block or every not in (2, 3, 4):
+    count, blocks_per_tile = size // block, tile // block
+    if block == 1 or tile % block or size % block or blocks_per_tile not in (2, 3, 4):
         return answer(lo, hi)
-    found = answer(np.arange(0, size, block), np.arange(block, size + 1, block))
-    found = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % every)), mode="edge") for x in found)
+    of_blocks = answer(np.arange(0, size, block), np.arange(block, size + 1, block))
+    of_blocks = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % blocks_per_tile)), mode="edge") for x in of_blocks)
     first, end = (
-        functools.reduce(f, (x[..., i::every] for i in range(every))) for f, x in zip(join, found, strict=True)
+        functools.reduce(f, (x[..., i::blocks_per_tile] for i in range(blocks_per_tile)))
+        for f, x in zip(join, of_blocks, strict=True)
     )
     return first, end
 
@@ -82,38 +119,38 @@ def _id_block(size):
     return 64 if size >= 1024 else 1  # the tiles of the kernels are multiples of 64
 
 
-def _may_share(ids, axis, lo, hi, others, other_axis):
-    """(which blocks of `others` may hold an id of each tile of `ids`, block size)."""
+def _may_share_ids(ids, axis, lo, hi, others, other_axis):
+    """Returns (for each tile of `ids`, which blocks of `others` may hold one of its ids; block size)."""
     sides = ids, axis, lo, hi, others, other_axis
-    (low, other_low, block), (high, other_high, _) = _reduced(jnp.min, *sides), _reduced(jnp.max, *sides)
+    (low, other_low, block), (high, other_high, _) = _reduce_both(jnp.min, *sides), _reduce_both(jnp.max, *sides)
     hit = (other_low <= high) & (low <= other_high)
     if block > 1 and ids.dtype == others.dtype:
-        # Of documents 1 to 8 with zeros behind them, the block where the zeros start spans all ids, but holds two.
+        # With zeros behind documents 1 to 8, the block where the zeros start spans all ids, but holds only two.
         ids, others = (jnp.uint32(1) << (x.astype(jnp.uint32) & 31) for x in (ids, others))
-        bits, other_bits, _ = _reduced(jnp.bitwise_or.reduce, ids, axis, lo, hi, others, other_axis)
+        bits, other_bits, _ = _reduce_both(jnp.bitwise_or.reduce, ids, axis, lo, hi, others, other_axis)
         hit &= (bits & other_bits) != 0
     return hit, block
 
 
-def _are_alike(ids, axis, lo, hi, others, other_axis):
-    """(which blocks of `others` hold one id only, the one id of each tile of `ids`, block size)."""
+def _have_one_id(ids, axis, lo, hi, others, other_axis):
+    """Returns (for each tile of `ids`, which blocks of `others` hold no id but the only one of the tile; block size)."""
     sides = ids, axis, lo, hi, others, other_axis
-    (low, other_low, block), (high, other_high, _) = _reduced(jnp.min, *sides), _reduced(jnp.max, *sides)
+    (low, other_low, block), (high, other_high, _) = _reduce_both(jnp.min, *sides), _reduce_both(jnp.max, *sides)
     return (low == high) & (other_low == low) & (other_high == low), block
 
 
-def _reduced(reduce, ids, axis, lo, hi, others, other_axis):
-    """(`reduce` of each tile of `ids`, of each block of `others`, block size)."""
+def _reduce_both(reduce, ids, axis, lo, hi, others, other_axis):
+    """Returns `reduce` of each tile of `ids` and of each block of `others`, and the block size."""
     tiles = reduce_tiles(ids, axis, lo, hi, reduce)
-    return _along_tiles(tiles, axis), *blocks(others, other_axis, reduce, _id_block(others.shape[other_axis]))
-
-
-def _along_tiles(x, axis):
-    return x if axis == 2 else jnp.swapaxes(x, 2, 3)
+    tiles = tiles if axis == 2 else jnp.swapaxes(tiles, 2, 3)
+    return tiles, *blocks(others, other_axis, reduce, _id_block(others.shape[other_axis]))
 
 
 def hull(hit: Any, block: int) -> tuple[Any, Any]:
-    """[lo, hi) from the first to the last block that is hit; hit [B, N, tiles, blocks]."""
+    """Returns [lo, hi) from the first to the last block that is hit.
+
+    `hit` and `block` come from `blocks`: bool [B|1, N|1, tiles, blocks], and the block size.
+    """
     if not block:
         return -UNBOUNDED, jnp.where(hit[..., 0], UNBOUNDED, -UNBOUNDED)
     index, count = _index(hit), hit.shape[-1]
@@ -122,7 +159,7 @@ def hull(hit: Any, block: int) -> tuple[Any, Any]:
 
 
 def first_run(hit: Any, block: int) -> tuple[Any, Any]:
-    """[lo, hi) of the first unbroken run of blocks that are hit."""
+    """Returns [lo, hi) of the first unbroken run of blocks that are hit; arguments as in `hull`."""
     if not block:
         return -UNBOUNDED, jnp.where(hit[..., 0], UNBOUNDED, -UNBOUNDED)
     index, count = _index(hit), hit.shape[-1]
@@ -133,5 +170,5 @@ def first_run(hit: Any, block: int) -> tuple[Any, Any]:
 
 
 def _index(hit):
-    # Minima and maxima of it that do not need each other, XLA finds in one kernel: on a GPU, each kernel more takes 3 us.
+    # XLA fuses independent minima and maxima of this array into one GPU kernel. Decision record: forward/segment-id-ranges.
     return jax.lax.broadcasted_iota(jnp.int32, hit.shape, hit.ndim - 1)

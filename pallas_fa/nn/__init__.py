@@ -1,4 +1,4 @@
-"""Flax: `attention_fn` for Flax's own attention modules, and drop-in modules in `pallas_fa.nn.linen` and `.nnx`."""
+"""For Flax: `attention_fn` for Flax's attention modules, and drop-in modules in `pallas_fa.nn.linen` and `.nnx`."""
 
 try:
     import flax as _flax

@@ -1,7 +1,7 @@
 """`attention_fn`: one function for the `attention_fn=` of Flax linen and of Flax nnx.
 
-linen passes only those of its keywords that the function's signature names, so that one that is missing here would be
-dropped without a word; nnx passes all of its keywords. Hence the signature: everything that either passes, by name.
+The signature names every keyword that linen or nnx passes: nnx passes all of its keywords, and linen silently drops those
+that the signature does not name.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,13 @@ def attention_fn(
     implementation: str | Sequence[str] | None = None,
     **arguments: Unpack[Arguments],
 ) -> jax.Array:
-    """`pallas_fa.dot_product_attention` as the `attention_fn` of Flax's attention modules, linen and nnx.
+    """Computes attention for the `attention_fn` of Flax's attention modules, in linen and nnx.
 
-    Give it as it is, or with more of its arguments bound by `functools.partial`:
-    `partial(attention_fn, logits_soft_cap=50.0, implementation="xla")`. What the module passes wins over the partial:
-    `mask` in both, and `is_causal` in nnx, are arguments of the module's call.
+    To set other arguments, bind them: `functools.partial(attention_fn, logits_soft_cap=50.0)`. Arguments that the module
+    passes (`mask`, and in nnx `is_causal`) override those of the partial.
 
     Shapes: *B batch (any number of dims, none included), T and S query and key length, N query heads, K key/value heads
-    (N % K == 0), H head dim of query and key, Hv head dim of value. The arguments not listed are those of
+    (N % K == 0), H head dim of query and key, Hv head dim of value. Arguments that are not listed are those of
     `pallas_fa.dot_product_attention`.
 
     Args:
@@ -56,23 +55,22 @@ def attention_fn(
       bias: float, broadcastable to [*B, N, T, S], added to the scaled logits.
       mask: broadcastable to [*B, N, T, S], bool or a number (Flax's mask makers give float32): a query may attend where
         it is not 0; or a `pallas_fa.masks.Mask`.
-      broadcast_dropout: one draw for all batch entries and heads.
-      dropout_rng: PRNG key; required where dropout is active, i.e. `dropout_rate > 0 and not deterministic`.
-      dropout_rate: in [0, 1). Dropout draws what Flax draws from the same key. Only the 'reference' implementation has
-        it yet: plain jnp, with the T x S weights in memory. `implementation=None` takes that; 'xla' or a kernel named
-        raises.
+      broadcast_dropout: whether all batch entries and heads share one draw.
+      dropout_rng: PRNG key; required if `dropout_rate > 0 and not deterministic`.
+      dropout_rate: in [0, 1). Dropout draws the bits that Flax draws from the same key. Only the 'reference' implementation
+        has it yet, with the T x S weights in memory: `implementation=None` chooses it, others raise.
       deterministic: no dropout. (For gradients bitwise equal from run to run: `deterministic_gradients`.)
-      dtype: what query, key and value are converted to; None for the dtype that they promote to, as in Flax.
+      dtype: dtype to which query, key and value are converted; None for the one they promote to, as in Flax.
       precision: of the matmuls.
-      module: refused if not None (`sow_weights=True`): the weights are not there to be stored.
-      force_fp32_for_softmax: has no effect: the softmax is always in float32 (float64 for float64). (Flax's output
-        becomes float32 with it; ours keeps its dtype.)
+      module: refused if not None (`sow_weights=True`): the weights are never in memory.
+      force_fp32_for_softmax: no effect, since the softmax is always in float32 (float64 for float64). (Flax's output
+        becomes float32 with it; this one keeps its dtype.)
       qk_attn_weights_einsum: refused if not None.
       attn_weights_value_einsum: refused if not None.
       is_causal: query t attends to keys s <= t.
-      input_positions: refused if not None: nothing is rotated here.
-      local_window_size: refused, as is `is_causal`, for a single query with several keys: such a call decodes from a
-        cache, where the query's position is known to the module only.
+      input_positions: refused if not None: this function applies no rotary embedding.
+      local_window_size: refused, like `is_causal`, for a single query with several keys. Such a call decodes from a cache,
+        and only the module knows the query's position.
 
     Returns:
       [*B, T, N, Hv] in the promoted dtype. A query with nothing to attend to gives 0, where Flax gives the mean of all
@@ -80,7 +78,7 @@ def attention_fn(
 
     Raises:
       ValueError, TypeError: an argument is wrong.
-      NotImplementedError: something that Flax's function can do and this one cannot.
+      NotImplementedError: Flax's function supports an argument and this one does not.
     """
     del force_fp32_for_softmax
     _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions)
@@ -89,18 +87,27 @@ def attention_fn(
         positions = arguments.get("is_causal"), arguments.get("local_window_size")
         refuse_single_query(query.shape[-3], key.shape[-3], *positions)
     if mask is not None and not isinstance(mask, Mask):
-        mask = jnp.asarray(mask).astype(jnp.bool_)  # whatever is not 0, as jnp.where has it in Flax
+        mask = jnp.asarray(mask).astype(jnp.bool_)  # nonzero is True, as for jnp.where in Flax
     rate = dropout_rate(arguments.get("dropout_rate") or 0.0)
     if deterministic or rate == 0:
         arguments["dropout_rate"] = 0.0
         return dot_product_attention(query, key, value, bias, mask, implementation=implementation, **arguments)
     problem, operands = normalise(query, key, value, bias, mask, **arguments)
-    choose(problem, implementation)  # 'reference', or it raises
+    choose(problem, implementation)  # raises if an implementation without dropout is named
     return dropout.attention(problem, operands, dropout_rng, broadcast_dropout)
 
 
-def refuse_single_query(T, S, is_causal, local_window_size):
-    """Raises where `is_causal` or a window would count a query read from a decode cache as the first position."""
+def refuse_single_query(
+    T: int, S: int, is_causal: bool | None, local_window_size: int | tuple[int | None, int | None] | None
+) -> None:
+    """Raises ValueError if `is_causal` or a window would take a query that decodes from a cache for position 0.
+
+    Args:
+      T: query length.
+      S: key length.
+      is_causal: as in `attention_fn`.
+      local_window_size: as in `attention_fn`.
+    """
     named = "is_causal=True" if is_causal else f"{local_window_size=}"
     if T == 1 < S and (is_causal or local_window_size is not None):
         raise ValueError(
@@ -135,7 +142,7 @@ def _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_pos
 
 
 def _promoted(query, key, value, dtype):
-    """As flax.linen.dtypes.promote_dtype: to `dtype`, or to the float type that the three promote to."""
+    """Converts to `dtype`, or to the float type that the three promote to, as flax.linen.dtypes.promote_dtype does."""
     if dtype is None:
         dtype = jnp.result_type(query, key, value)
         dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)

@@ -1,4 +1,4 @@
-"""Attention with dropout of its weights, in plain jnp: dense, T x S weights in memory, until kernels have it."""
+"""Computes attention with dropout, in plain jnp, with T x S weights in memory. The kernels have no dropout yet."""
 
 from typing import Any
 
@@ -12,10 +12,16 @@ from pallas_fa.softmax import tile
 
 
 def attention(problem: Problem, operands: Operands, rng: Any, broadcast: bool) -> jax.Array:
-    """[*B, T, N, Hv]: `reference.attention`, each weight kept with probability 1 - dropout_rate, and then divided by that.
+    """Returns `reference.attention` [*B, T, N, Hv], whose weights are dropped with probability `dropout_rate`.
 
-    `broadcast`: one draw for all batch entries and heads. The draws are those of flax.linen.dot_product_attention and
+    The other weights are divided by 1 - dropout_rate. The draws are those of flax.linen.dot_product_attention and
     flax.nnx.dot_product_attention for the same key.
+
+    Args:
+      problem: the problem, with its dropout_rate.
+      operands: its operands.
+      rng: PRNG key; None raises ValueError.
+      broadcast: whether all batch entries and heads share one draw.
     """
     rate = problem.dropout_rate
     if rng is None:
@@ -28,7 +34,7 @@ def attention(problem: Problem, operands: Operands, rng: Any, broadcast: bool) -
     k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (operands.k, operands.v))
     p, _ = reference.probabilities(problem, operands._replace(q=q, k=k, v=v))
 
-    # The shape drawn is Flax's, batch dims not flattened, for then the bits are too.
+    # The same shape as in Flax, batch dims not flattened, gives the same bits.
     heads = (1,) * (len(dims.batch) + 1) if broadcast else (*dims.batch, dims.N)
     keep = jax.random.bernoulli(rng, 1.0 - rate, (*heads, dims.T, dims.S))
     keep = keep.reshape((1, 1, dims.T, dims.S) if broadcast else p.shape)

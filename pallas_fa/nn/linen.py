@@ -1,6 +1,6 @@
-"""`MultiHeadDotProductAttention`, and its alias `MultiHeadAttention`: drop-ins for those of `flax.linen`.
+"""`MultiHeadDotProductAttention` and its alias `MultiHeadAttention`: drop-in replacements for those of `flax.linen`.
 
-Flax's call is not reused but written again: its projections give the keys as many heads as the queries.
+`__call__` does not reuse Flax's, whose projections give keys as many heads as queries.
 """
 
 import functools
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
@@ -18,18 +19,18 @@ from pallas_fa.operands.dims import Dims
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
-    """Flax's module on `pallas_fa`: the same fields, parameters and cache; a checkpoint of one loads into the other.
+    """Flax's module on `pallas_fa`, with the same fields, parameters and cache: checkpoints load into either.
 
-    Automatic names come from the name of the class in linen, so they are Flax's too: `MultiHeadDotProductAttention_0`.
-    What this module adds:
+    Automatic names are the same, too (`MultiHeadDotProductAttention_0`), since linen derives them from the class name.
+    Additional and changed fields:
 
     Attributes:
-      attention_fn: `pallas_fa.nn.attention_fn`, or a function that calls it, for example after a rotation.
+      attention_fn: `pallas_fa.nn.attention_fn`, or a function that calls it, for example after a rotary embedding.
       num_kv_heads: key/value heads K, a divisor of num_heads; None for num_heads. With fewer, the key and value kernels
         are [D, K, H], as in flax.nnx.MultiHeadAttention.
-      is_causal: query t attends to keys s <= t. With a cache (`decode`) attention is causal in any case.
+      is_causal: query t attends to keys s <= t. With a cache (`decode`), attention is always causal.
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right. None in a
-        pair is no bound. With a cache it counts from the position in the cache.
+        pair is no bound. With a cache, t is the position in the cache.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
       implementation: as in `pallas_fa.dot_product_attention`.
     """
@@ -55,13 +56,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         sow_weights: bool = False,
         query_segment_ids: Any = None,
         key_value_segment_ids: Any = None,
-    ):
+    ) -> jax.Array:
         """Projects [*B, T, features] and [*B, S, features], attends, and projects back: [*B, T, out_features].
 
-        Flax's call, and:
+        Arguments that are not listed are those of Flax's module.
 
         Args:
-          mask: as Flax's, of any dtype (not 0: may attend), or a `pallas_fa.masks.Mask`.
+          mask: as in Flax, of any dtype (nonzero: may attend), or a `pallas_fa.masks.Mask`.
           query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
           key_value_segment_ids: int [*B, S]. With a cache, S is its length.
         """
@@ -72,13 +73,13 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         mask = module_mask(
             mask,
             Dims(query.shape[:-3], query.shape[-3], key.shape[-3], self.num_heads),
-            is_causal=self.is_causal or cache_index is not None,  # what the cache has not seen yet is zeros
+            is_causal=self.is_causal or cache_index is not None,  # later positions of the cache hold zeros
             local_window_size=self.local_window_size,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
             cache_index=cache_index,
         )
-        if self.dropout_rate > 0:  # as in Flax, `deterministic` must be known only then
+        if self.dropout_rate > 0:  # `deterministic` is required only then, as in Flax
             deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
             if not deterministic and dropout_rng is None:
                 dropout_rng = self.make_rng("dropout")
@@ -103,7 +104,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _project(self, inputs_q, inputs_k, inputs_v):
-        """query [*B, T, N, H], key and value [*B, S, K, H]."""
+        """Returns query [*B, T, N, H], key and value [*B, S, K, H]."""
         features = self.qkv_features or inputs_q.shape[-1]
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         if features % self.num_heads:
@@ -137,7 +138,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _cached(self, query, key, value):
-        """(key, value, position of the query): all of the cache, this step included; no position while it is made."""
+        """Adds one position to the cache; returns all its keys and values, and the query's position (None in `init`)."""
         is_initialized = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
@@ -159,11 +160,11 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _attend(self, query, key, value, sow_weights, **kwargs):
-        """Calls `attention_fn`, unlike Flax with all keywords: those that it does not name must not be lost."""
+        """Calls `attention_fn` with all keywords, where Flax silently drops those that its signature does not name."""
         for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum"):
             make = getattr(self, f"{name}_cls")
             kwargs[name] = make() if make else None
-        own = {"logits_soft_cap": self.logits_soft_cap, "implementation": self.implementation}
+        options = {"logits_soft_cap": self.logits_soft_cap, "implementation": self.implementation}
         return self.attention_fn(
             query,
             key,
@@ -175,16 +176,16 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             force_fp32_for_softmax=self.force_fp32_for_softmax,
             module=self if sow_weights else None,
             **kwargs,
-            **{name: x for name, x in own.items() if x is not None},
+            **{name: x for name, x in options.items() if x is not None},
         )
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` by Flax's other name for it; automatic names are `MultiHeadAttention_0`."""
+    """`MultiHeadDotProductAttention` under Flax's other name; automatic names are `MultiHeadAttention_0`."""
 
 
 def _key_value_inputs(inputs_q, inputs_k, inputs_v, inputs_kv):
-    """What keys and values are projected from: the defaults of Flax."""
+    """Returns the inputs of the key and value projections, with Flax's defaults."""
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError("inputs_kv is given beside inputs_k or inputs_v. Pass inputs_k and inputs_v only.")

@@ -1,4 +1,4 @@
-"""The one mask of a module's call: its window, its segment ids and its `mask` argument, with and without a cache."""
+"""Joins the window, the segment ids and the `mask` argument of a module's call to one mask, with and without a cache."""
 
 import dataclasses
 from typing import Any
@@ -25,11 +25,19 @@ def module_mask(
     key_value_segment_ids: Any = None,
     cache_index: Any = None,
 ) -> Any:
-    """What to pass to `attention_fn` as `mask`: a `Mask`, an array broadcastable to [*B, N, T, S], or None.
+    """Returns the `mask` for `attention_fn`: a `Mask`, an array broadcastable to [*B, N, T, S], or None.
 
-    `mask`: an array of any dtype (not 0: may attend), a `Mask`, or None. `cache_index`: None, or the position of the
-    single query in a decode cache of S positions, int32 []. Then a `Mask`, the window and `is_causal` count from there,
-    and what comes back is an array, as Flax joins its own mask of the cache to it.
+    With a decode cache, t in a `Mask`, in the window and in `is_causal` is the position in the cache. The result is then an
+    array, since Flax combines it with its own mask of the cache.
+
+    Args:
+      mask: an array of any dtype (nonzero: may attend), broadcastable to [*B, N, T, S]; a `Mask`; or None.
+      dims: the sizes of the call; S is that of the cache.
+      is_causal: as in `dot_product_attention`, as are the next three.
+      local_window_size: (left, right), an int for both, or None.
+      query_segment_ids: int [*B, T], or None.
+      key_value_segment_ids: int [*B, S], or None.
+      cache_index: the position of the single query in a decode cache, int32 []; None without a cache.
     """
     if cache_index is None:
         refuse_single_query(dims.T, dims.S, is_causal, local_window_size)
@@ -50,7 +58,7 @@ def module_mask(
 
 
 def _cache_row(mask, dims, t):
-    """Row t of `mask`, where queries and keys are the S positions of a cache: bool [*B | 1s, N | 1, 1, S]."""
+    """Returns row t of `mask` over the S positions of a cache: bool [*B | 1s, N | 1, 1, S]."""
     bound = bind(mask, dataclasses.replace(dims, T=dims.S))
     row = jax.tree.map(lambda x: x if x.shape[2] == 1 else lax.dynamic_slice_in_dim(x, t, 1, axis=2), bound)
     b, n, s = (

@@ -1,9 +1,10 @@
-"""`MultiHeadAttention`: a drop-in for `flax.nnx.MultiHeadAttention`."""
+"""`MultiHeadAttention`: a drop-in replacement for `flax.nnx.MultiHeadAttention`."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
@@ -12,17 +13,17 @@ from pallas_fa.operands.dims import Dims
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """Flax's module on `pallas_fa`: the same arguments, parameters and cache; a checkpoint of one loads into the other.
+    """Flax's module on `pallas_fa`, with the same arguments, parameters and cache: checkpoints load into either.
 
-    `num_kv_heads` (grouped key/value heads) is Flax's own argument. What this module adds:
+    Grouped key/value heads are Flax's argument `num_kv_heads`. Additional and changed arguments:
 
     Args:
-      is_causal: default of the call's `is_causal`. With a cache (`decode`) attention is causal in any case.
+      is_causal: default of the call's `is_causal`. With a cache (`decode`), attention is always causal.
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right. None in a
-        pair is no bound. With a cache it counts from the position in the cache.
+        pair is no bound. With a cache, t is the position in the cache.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
       implementation: as in `pallas_fa.dot_product_attention`.
-      attention_fn: `pallas_fa.nn.attention_fn`, or a function that calls it, for example after a rotation.
+      attention_fn: `pallas_fa.nn.attention_fn`, or a function that calls it, for example after a rotary embedding.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         implementation: str | tuple[str, ...] | None = None,
         attention_fn: Callable[..., Any] = pallas_attention_fn,
         **kwargs: Any,
-    ):
+    ) -> None:
         self.is_causal = is_causal
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
@@ -43,13 +44,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     @property
     def attention_fn(self) -> Callable[..., Any]:
-        """The function given, with this module's soft cap and implementation."""
+        """The `attention_fn` passed to the constructor, with this module's soft cap and implementation bound."""
         options = {"logits_soft_cap": self.logits_soft_cap, "implementation": self.implementation}
         return functools.partial(self._attention_fn, **{k: v for k, v in options.items() if v is not None})
 
     @attention_fn.setter
-    def attention_fn(self, fn: Callable[..., Any]):
-        # Kept without the options: two partials of one function are never equal, and would recompile what is jitted.
+    def attention_fn(self, fn: Callable[..., Any]) -> None:
+        # Stored without the options: partials of one function never compare equal, so storing them would recompile jitted
+        # functions of the module.
         self._attention_fn = fn
 
     def __call__(
@@ -64,14 +66,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         query_segment_ids: Any = None,
         key_value_segment_ids: Any = None,
         **kwargs: Any,
-    ):
+    ) -> jax.Array:
         """Projects [*B, T, features] and [*B, S, features], attends, and projects back: [*B, T, out_features].
 
-        Flax's call with all its arguments, and:
+        Arguments that are not listed are those of Flax's module.
 
         Args:
-          mask: as Flax's, of any dtype (not 0: may attend), or a `pallas_fa.masks.Mask`.
-          is_causal: None for the module's.
+          mask: as in Flax, of any dtype (nonzero: may attend), or a `pallas_fa.masks.Mask`.
+          is_causal: None for the default of the module.
           query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
           key_value_segment_ids: int [*B, S]. With a cache, S is its length.
         """

@@ -1,1 +1,1 @@
-"""How arrays bind to [B, N, T, S]: sizes, pytrees, offsets, and the part of a problem that one device computes."""
+"""Binds arrays to [B, N, T, S]: sizes, pytrees, offsets, and the part of a problem that one device computes."""

@@ -1,4 +1,4 @@
-"""`Dims`: the sizes of one call, and how an array of a mask or a score spans them."""
+"""`Dims`: the sizes of one call, to which the arrays of masks and scores are bound."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ _AXES = {"B": "batch", "N": "query heads", "T": "query length", "S": "key length
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Sizes of one call: `batch` (any number of dims), query length T, key length S, query heads N."""
+    """Sizes of one call: batch dims (any number), query length T, key length S, query heads N."""
 
     batch: tuple[int, ...]
     T: int
@@ -20,26 +20,30 @@ class Dims:
 
     @property
     def B(self) -> int:
-        """All batch dims in one."""
+        """The product of the batch dims."""
         return math.prod(self.batch)
 
     def broadcastable(self, name: str, x: Any) -> Any:
-        """`x`, broadcastable to [*batch, N, T, S] and right-aligned as in NumPy, as [B|1, N|1, T|1, S|1]."""
+        """Reshapes `x`, which broadcasts to [*batch, N, T, S] by NumPy's rules, to [B|1, N|1, T|1, S|1]."""
         full = (*self.batch, self.N, self.T, self.S)
         if not self.batch and x.ndim == 4 and x.shape[0] == 1:
-            x = x[0]  # as in jax.nn, which adds a batch dim to arrays without one
+            x = x[0]  # jax.nn accepts this: it adds a batch dim to unbatched q, k and v
         shape = (1,) * (len(full) - x.ndim) + tuple(x.shape)
         if x.ndim > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
             raise ValueError(
                 f"{name}.shape={tuple(x.shape)} is not broadcastable to [*B, N, T, S]={full}. Each of its dims, counted"
-                f" from the right, must be 1 or that size. {_aligned(name, x.shape, full)}"
+                f" from the right, must be 1 or that size. {_alignment_advice(name, x.shape, full)}"
             )
         return self._flatten_batch(x.reshape(shape))
 
     def spanning(self, name: str, x: Any, letters: str) -> Any:
-        """`x` of shape `letters` ("BT", or "T" for every batch entry alike) as [B|1, N|1, T|1, S|1].
+        """Reshapes `x` to [B|1, N|1, T|1, S|1].
 
-        An array with all dims, broadcastable to [*batch, N, T, S], is taken as it is.
+        Args:
+          name: what error messages call `x`.
+          x: an array whose dims are `letters`, its batch dims present or absent; or one with all dims, broadcastable to
+            [*batch, N, T, S].
+          letters: the dims of `x`, such as "BT".
         """
         nb, inner = len(self.batch), letters.replace("B", "")
         if x.ndim == nb + 3:
@@ -62,28 +66,28 @@ class Dims:
 
     def _flatten_batch(self, x: Any) -> Any:
         batch, rest = x.shape[:-3], x.shape[-3:]
-        if math.prod(batch) not in (1, self.B):  # some batch dims are broadcast and others are not
+        if math.prod(batch) not in (1, self.B):  # broadcast along some batch dims only: one flat dim can't say that
             x = jnp.broadcast_to(x, self.batch + rest)
         return x.reshape((math.prod(x.shape[:-3]), *rest))
 
 
-def _aligned(name, shape, full):
-    """How to insert dims of size 1 so that `shape` broadcasts to `full`, where that is possible."""
-    places, left = [], list(shape)
-    for size in full:  # each dim goes to the first place that has its size
-        places.append(bool(left) and left[0] == size)
-        if places[-1]:
-            left.pop(0)
-    if left or not shape:
+def _alignment_advice(name, shape, full):
+    """Returns advice: how to insert dims of size 1 so that `shape` broadcasts to `full`, if that is possible."""
+    matches, remaining = [], list(shape)
+    for size in full:  # match each dim with the first dim of `full` that has its size
+        matches.append(bool(remaining) and remaining[0] == size)
+        if matches[-1]:
+            remaining.pop(0)
+    if remaining or not shape:
         return "Transpose or reshape it."
-    first = places.index(True)
-    index = ", ".join(":" if place else "None" for place in places[first:])
+    first = matches.index(True)
+    index = ", ".join(":" if match else "None" for match in matches[first:])
     return f"Insert dims of size 1: `{name}[{index}]`."
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDims(Dims):
-    """Sizes of a whole problem whose arrays of masks and scores hold `rows` of the T queries, those of one device."""
+    """Sizes of a whole problem, of whose T queries the arrays of masks and scores hold the `rows` of one device."""
 
     rows: int
 

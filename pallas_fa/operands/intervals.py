@@ -1,4 +1,7 @@
-"""Intervals [lo, hi) of positions: Python ints where they are known while tracing, else NumPy or JAX arrays."""
+"""Arithmetic on intervals [lo, hi) of positions, which are Python ints, NumPy arrays or JAX arrays.
+
+Bounds that are known while tracing stay in Python or NumPy, so that loop bounds fold into the program.
+"""
 
 from typing import Any
 
@@ -6,36 +9,36 @@ import jax.numpy as jnp
 import numpy as np
 
 Range = tuple[Any, Any]
-UNBOUNDED = 2**30  # "no bound": past every position, and safe to add to a position in int32
+UNBOUNDED = 2**30  # past every position, and small enough to add to a position in int32
 
 
 def maximum(*values: Any) -> Any:
-    """The largest; a Python int where all are, NumPy where all are known while tracing, else jnp."""
+    """Returns the elementwise maximum: an int if all are ints, of NumPy if all are known while tracing, else of jnp."""
     return _fold(max, "maximum", values)
 
 
 def minimum(*values: Any) -> Any:
-    """The smallest, as `maximum`."""
+    """Returns the elementwise minimum; types as in `maximum`."""
     return _fold(min, "minimum", values)
 
 
 def add(a: Any, b: Any) -> Any:
-    """a + b, of any ranks."""
-    a, b = of_one_rank(a, b)
+    """Returns a + b for any two ranks."""
+    a, b = with_equal_ranks(a, b)
     return a + b
 
 
 def subtract(a: Any, b: Any) -> Any:
-    """a - b, of any ranks."""
-    a, b = of_one_rank(a, b)
+    """Returns a - b for any two ranks."""
+    a, b = with_equal_ranks(a, b)
     return a - b
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """`jnp.where`, kept in Python or NumPy where everything is known while tracing."""
+    """Returns x where `condition` holds, else y; in Python or NumPy if all three are known while tracing."""
     if isinstance(condition, (bool, np.bool_)):
         return x if condition else y
-    return array_module(condition, x, y).where(*of_one_rank(condition, x, y))
+    return array_module(condition, x, y).where(*with_equal_ranks(condition, x, y))
 
 
 def _fold(python, name, values):
@@ -43,16 +46,19 @@ def _fold(python, name, values):
     for value in values[1:]:
         both_int = isinstance(result, int) and isinstance(value, int)
         module = array_module(result, value)
-        result = python(result, value) if both_int else getattr(module, name)(*of_one_rank(result, value))
+        result = python(result, value) if both_int else getattr(module, name)(*with_equal_ranks(result, value))
     return result
 
 
-def of_one_rank(*xs: Any) -> tuple[Any, ...]:
-    """`xs` with leading dims of size 1, so that all but scalars have one rank: JAX can be told to refuse others."""
+def with_equal_ranks(*xs: Any) -> tuple[Any, ...]:
+    """Adds leading dims of size 1, so that all but scalars have the same rank.
+
+    With `jax_numpy_rank_promotion="raise"` JAX refuses operands of different ranks.
+    """
     rank = max(np.ndim(x) for x in xs)
     return tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) if 0 < np.ndim(x) < rank else x for x in xs)
 
 
 def array_module(*xs: Any) -> Any:
-    """NumPy where all of `xs` are known while tracing, else jnp."""
+    """Returns NumPy if all of `xs` are known while tracing, else jax.numpy."""
     return np if all(isinstance(x, (bool, int, np.ndarray, np.generic)) for x in xs) else jnp

@@ -1,4 +1,4 @@
-"""`Part`: a piece of a problem that is computed by itself, on one device or in one hop of a ring."""
+"""`Part`: a box of [B, N, T, S] that one device, or one hop of a ring, computes on its own."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from jax import lax
 class Part:
     """Batch entries, query heads, queries and keys [start, start + size) of the whole problem.
 
-    `start`: (b, n, t, s), each an int or an int32 scalar array. `size`: (B, N, T, S).
+    Attributes:
+      start: global indices (b, n, t, s), each an int or an int32 scalar array.
+      size: (B, N, T, S).
     """
 
     start: tuple[Any, Any, Any, Any]
@@ -22,7 +24,7 @@ class Part:
 
     @property
     def origin(self) -> tuple[jax.Array, ...]:
-        """`start` as arrays [1, 1, 1, 1]."""
+        """`start` as four int32 arrays [1, 1, 1, 1]."""
         return tuple(map(_as_bound, self.start))
 
     @property
@@ -33,18 +35,18 @@ class Part:
         return int(t - s) if both_known else _as_bound(t - s)
 
     def cut(self, tree: Any) -> Any:
-        """The arrays of a bound mask or score, [B|1, N|1, T|1, S|1] of the whole problem, cut to this part."""
+        """Slices the arrays of a bound mask or score, [B|1, N|1, T|1, S|1] of the whole problem, to this part."""
 
-        def one(x):
+        def slice_array(x):
             for axis, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
                 if x.shape[axis] > 1:
                     x = lax.dynamic_slice_in_dim(x, start, size, axis)
             return x
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(slice_array, tree)
 
     def add(self, whole: Any, update: Any) -> Any:
-        """The array `whole` with `update` added to what `cut` takes of it: the transpose of `cut`."""
+        """Adds `update` to the slice of the array `whole` that `cut` reads: the transpose of `cut`."""
         starts = [start if size > 1 else 0 for start, size in zip(self.start, whole.shape, strict=True)]
         old = lax.dynamic_slice(whole, starts, update.shape)
         return lax.dynamic_update_slice(whole, old + update.astype(whole.dtype), starts)
@@ -55,8 +57,15 @@ def _as_bound(x):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtOrigin:
-    """A custom function of a mask (`leading` = 0) or a score (1: the logit) at the indices of the whole problem."""
+class AtGlobalIndices:
+    """Calls a custom function with global indices, where a part of the problem passes its own.
+
+    Called as (*logit, b, n, t, s, *origin, *arrays): `origin` are the part's four start indices.
+
+    Attributes:
+      fn: the function of a custom mask or score.
+      leading: how many arguments precede the indices: 0 for a mask, 1 for a score (the logit).
+    """
 
     fn: Callable[..., Any]
     leading: int

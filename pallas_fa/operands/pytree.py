@@ -1,8 +1,8 @@
-"""`Node`: a frozen dataclass that is a pytree. Masks and scores are nodes.
+"""`Node`: base class of masks and scores, which are frozen dataclasses and pytrees.
 
-A field that holds an array, a node or a tuple of them is a child; every other field (numbers, strings, functions, None)
-is static and becomes part of the tree's structure. So `Causal(offset=3)` and `Causal(offset=array)` are both fine: the
-first folds into the program while tracing, the second travels as an array.
+A field that holds an array, a node or a tuple of them is a child. Every other field (numbers, strings, functions, None)
+is static: part of the tree's structure. So `Causal(offset=3)` folds into the program while tracing, and the array of
+`Causal(offset=array)` is an argument of the program.
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ import numpy as np
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
+    """Tells whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_static_number(x: Any) -> bool:
-    """Whether `x` is a Python or NumPy scalar: known while tracing, hence foldable."""
+    """Tells whether `x` is a Python or NumPy scalar, hence known while tracing."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
 def is_static_int(x: Any) -> bool:
-    """Whether `x` is a Python or NumPy scalar of an integer value."""
+    """Tells whether `x` is a Python or NumPy scalar of integer value."""
     return is_static_number(x) and math.isfinite(x) and x == int(x)
 
 
 def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """(the arrays of a tree of arguments, a function that puts others in their places)."""
+    """Returns the arrays in a tree of arguments, and a function that rebuilds the tree around other arrays."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
 
     def rebuild(arrays):
@@ -41,7 +41,7 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
 
 
 class Node:
-    """Base of the frozen dataclasses that are pytrees; every subclass registers itself."""
+    """Base of frozen dataclasses that are pytrees; registers every subclass."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -49,7 +49,7 @@ class Node:
 
     def _flatten(self):
         names = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
-        # A node that JAX rebuilt may hold placeholders: there the fields that were children still are.
+        # A node that JAX rebuilt may hold placeholders, which look static: its fields stay what they were.
         children = getattr(self, "_children", None)
         if children is None:
             children = tuple(name for name in names if _is_child(getattr(self, name)))

@@ -1,7 +1,7 @@
-"""Inside `jax.shard_map`, an array's type says over which mesh axes its values vary, and JAX checks it.
+"""Which mesh axes an array varies over inside `jax.shard_map`, where types say so and JAX checks them.
 
-Attention makes all its arrays vary alike, so that the gradient of one that did not vary (a bias that is the same on all
-devices) is summed over the axes of the others. The loops and kernels inside know nothing of it and run unchecked.
+Attention makes all its arrays vary over the same axes. Then JAX sums the gradient of a replicated array, such as a bias,
+over the axes that the others vary over. The loops and kernels inside run without these checks.
 """
 
 import functools
@@ -13,20 +13,20 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 
-def made_alike(*trees: Any) -> tuple[Any, ...]:
-    """The arrays of `trees`, each varying over all mesh axes over which any of them does."""
-    axes = _varying(trees)
+def vary_together(*trees: Any) -> tuple[Any, ...]:
+    """Returns `trees` with each array varying over all mesh axes that any of the arrays varies over."""
+    axes = _varying_axes(trees)
     return tuple(jax.tree.map(functools.partial(_vary, axes), tree) for tree in trees)
 
 
-def unchecked(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, run without these checks; its results vary as the arguments do."""
-    axes = _varying(args)
+def without_checks(fn: Callable[..., Any], *args: Any) -> Any:
+    """Returns `fn(*args)`, run without checks of varying axes; its results vary over the axes of the arguments."""
+    axes = _varying_axes(args)
     if not axes:
         return fn(*args)
     leaves, structure = jax.tree.flatten(args)
     run = jax.shard_map(
-        lambda *leaves: fn(*jax.tree.unflatten(structure, map(_unmarked, leaves))),
+        lambda *leaves: fn(*jax.tree.unflatten(structure, map(_drop_varying, leaves))),
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),
         axis_names=set(),
@@ -35,23 +35,23 @@ def unchecked(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.map(functools.partial(_vary, axes), run(*leaves))
 
 
-def _varying(tree: Any) -> frozenset[str]:
-    """All mesh axes over which arrays of `tree` vary; none outside of shard_map."""
+def is_replicated(x: Any, axis_name: str) -> bool:
+    """Tells whether JAX's types prove that `x` is replicated along a mesh axis; False where nothing is checked."""
+    checked = axis_name in _varying_axes(lax.axis_index(axis_name))
+    return checked and axis_name not in _varying_axes(x)
+
+
+def _varying_axes(tree: Any) -> frozenset[str]:
+    """Returns all mesh axes that arrays of `tree` vary over: none outside of shard_map."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
 
 
-def _unmarked(x):
-    # Where nothing is checked, what an operation returns is not marked as varying, but arguments still are, and a
-    # derivative between the two would not match. This is an operation, of no work.
+def _drop_varying(x):
+    # Without checks, arguments are still typed as varying, but results of operations are not, and the types of a
+    # primal and its derivative would differ. Results of this operation, which is free, are not.
     return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 
 def _vary(axes, x):
     missing = tuple(axis for axis in sorted(axes) if axis not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def known_alike(x: Any, axis_name: str) -> bool:
-    """Whether JAX checks that `x` is the same on all devices along a mesh axis."""
-    checks = axis_name in _varying(lax.axis_index(axis_name))
-    return checks and axis_name not in _varying(x)

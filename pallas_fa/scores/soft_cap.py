@@ -1,7 +1,8 @@
-"""`SoftCap`: logits that stay within bounds."""
+"""`SoftCap`: bounds the logits."""
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,7 +12,7 @@ from pallas_fa.scores.base import Score
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap(Score):
-    """cap * tanh(x / cap), as in Gemma 2. `cap`: a float > 0."""
+    """Bounds logits as in Gemma 2: cap * tanh(x / cap), with a float `cap` > 0."""
 
     cap: float
 
@@ -23,8 +24,8 @@ class SoftCap(Score):
         object.__setattr__(self, "cap", float(self.cap))
 
     @property
-    def bound(self):
+    def bound(self) -> float:
         return self.cap
 
-    def apply(self, x, b, n, t, s):
+    def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
         return self.cap * jnp.tanh(x / self.cap)

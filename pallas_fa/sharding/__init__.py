@@ -1,1 +1,1 @@
-"""Attention on arrays that `jit` shards: what each device computes, automatic and explicit mesh axes, exporting."""
+"""Partitions attention over the devices of a mesh: automatic and explicit mesh axes, platforms, export."""

@@ -1,7 +1,7 @@
-"""Arrays sharded over explicit mesh axes, whose types say how: inside, attention leaves the partitioning to the compiler.
+"""Runs attention on arrays that are sharded over explicit mesh axes, by making these axes automatic inside.
 
-Batch entries and heads are then computed where they lie, as on automatic mesh axes. What comes out is sharded as the
-queries are.
+Each device then computes the batch entries and heads it holds, as on automatic mesh axes. The outputs are sharded like
+the queries.
 """
 
 import functools
@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_fa.operands.pytree import arrays_of
 
 
-def made_automatic[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P, tuple[Any, Any]]:
-    """`attend(query, ...)` -> (out [*B, T, N, Hv], lse [*B, T, N]), with explicit axes made automatic inside."""
+def with_automatic_axes[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P, tuple[Any, Any]]:
+    """Wraps `attend(query, ...)`, which returns out [*B, T, N, Hv] and lse [*B, T, N], to see automatic mesh axes only."""
 
     @functools.wraps(attend)
     def run(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:

@@ -1,13 +1,13 @@
-"""A clear error where `jax.export` meets what it can't store."""
+"""Raises a clear error where `jax.export` would store a program that needs this process to compile."""
 
 from typing import Any
 
 from jax.extend import core
 from jax.interpreters import mlir
 
-_needs_process = core.Primitive("pallas_fa_needs_process")
-_needs_process.def_abstract_eval(lambda x: x)
-_needs_process.def_impl(lambda x: x)
+_refuse_export = core.Primitive("pallas_fa_refuse_export")
+_refuse_export.def_abstract_eval(lambda x: x)
+_refuse_export.def_impl(lambda x: x)
 
 
 def _lower(ctx, x):
@@ -21,9 +21,9 @@ def _lower(ctx, x):
     return [x]
 
 
-mlir.register_lowering(_needs_process, _lower)
+mlir.register_lowering(_refuse_export, _lower)
 
 
-def needs_process(x: Any) -> Any:
-    """`x`, in a program that can't be exported for several devices, since JAX calls back into Python to compile it."""
-    return _needs_process.bind(x)
+def refuse_export(x: Any) -> Any:
+    """Returns `x`; exporting the program for several devices raises, since compiling it calls back into this process."""
+    return _refuse_export.bind(x)

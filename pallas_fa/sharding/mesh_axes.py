@@ -1,7 +1,7 @@
-"""Over which axes of a mesh the dims of an array are sharded."""
+"""Finds the mesh axes over which each dim of an array is sharded."""
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
@@ -9,52 +9,59 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 Axes = tuple[str, ...]  # names of mesh axes, the major one first
 
 
-class PartOfAnAxis(tuple):
-    """Mesh axes over which a dim is sharded in a way that no PartitionSpec can say.
+class SubAxes(tuple):
+    """Mesh axes of which only sub-axes shard a dim, in a way that no PartitionSpec can express.
 
-    XLA has such shardings: where 8 devices hold the columns of q [B, T, N * H] with N = 4, four of them hold heads, and
-    two each a half of a head.
+    Example: 8 devices shard the columns of q [B, T, N * H] with N = 4. A sub-axis of size 4 then shards the heads, and one
+    of size 2 the head dim.
     """
 
 
-def known_mesh(mesh: Mesh, context: AbstractMesh, sharding: Sharding, ndim: int) -> Mesh:
-    """`mesh`; where it is empty, since no argument of the program names one, that of `jax.set_mesh`."""
+def complete_mesh(mesh: Mesh, context: AbstractMesh, sharding: Sharding, ndim: int) -> Mesh:
+    """Returns a mesh that names the axes of a program.
+
+    Args:
+      mesh: returned as it is, unless it is empty: no argument of the program names a mesh then.
+      context: the mesh of `jax.set_mesh`, whose axes are taken instead; if it is empty, too, one axis has all devices.
+      sharding: that of an array of the program; gives the devices in their order.
+      ndim: the number of dims of that array.
+    """
     if not mesh.empty:
         return mesh
-    devices = list(_cut(sharding, ndim))
+    devices = list(_device_indices(sharding, ndim))
     axes = dict(context.shape) or {"devices": len(devices)}
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
 def axes_by_dim(mesh: Mesh, sharding: Sharding, ndim: int) -> list[Axes]:
-    """The mesh axes that shard each of `ndim` dims; a `PartOfAnAxis` where they do not do so as a whole."""
-    starts = np.array([[dim.start or 0 for dim in index] for index in _cut(sharding, ndim).values()])
-    return [_axes_of(mesh, starts[:, dim].reshape(mesh.devices.shape)) for dim in range(ndim)]
+    """Returns the mesh axes that shard each of `ndim` dims; `SubAxes` where only a part of an axis does."""
+    starts = np.array([[dim.start or 0 for dim in index] for index in _device_indices(sharding, ndim).values()])
+    return [_axes_of_dim(mesh, starts[:, dim].reshape(mesh.devices.shape)) for dim in range(ndim)]
 
 
-def _cut(sharding, ndim):
-    """What each device holds, in the order of the mesh, of an array that is large enough to be cut evenly."""
+def _device_indices(sharding, ndim):
+    """Returns what each device holds, in the order of the mesh, of an array whose dims any sharding divides evenly."""
     return sharding.devices_indices_map((len(sharding.device_set),) * ndim)
 
 
-def _axes_of(mesh, starts) -> Axes:
-    """Of one dim, by where it starts on each device of the mesh."""
+def _axes_of_dim(mesh, starts) -> Axes:
+    """Returns the axes that shard a dim whose shard starts at `starts` on each device of the mesh."""
     steps = {
         axis: np.moveaxis(starts, i, 0)[1].flat[0]
         for i, axis in enumerate(mesh.axis_names)
         if np.ptp(starts, axis=i).any()
     }
     axes = sorted(steps, key=lambda axis: -steps[axis])
-    return tuple(axes) if len(np.unique(starts)) == count(mesh, axes) else PartOfAnAxis(axes)
+    return tuple(axes) if len(np.unique(starts)) == shard_count(mesh, axes) else SubAxes(axes)
 
 
-def count(mesh: Mesh, axes: Any) -> int:
-    """The number of shards over these axes."""
+def shard_count(mesh: Mesh, axes: Iterable[str]) -> int:
+    """Returns the number of shards over these axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def dividing(mesh: Mesh, axes: Axes, size: int) -> Axes:
-    """As many of `axes`, from the major one on, as share `size` evenly; none of a `PartOfAnAxis`."""
-    if isinstance(axes, PartOfAnAxis):
+def dividing_axes(mesh: Mesh, axes: Axes, size: int) -> Axes:
+    """Returns the longest prefix of `axes` (major first) that divides `size` evenly; no axes for `SubAxes`."""
+    if isinstance(axes, SubAxes):
         return ()
-    return next(axes[:n] for n in range(len(axes), -1, -1) if size % count(mesh, axes[:n]) == 0)
+    return next(axes[:n] for n in range(len(axes), -1, -1) if size % shard_count(mesh, axes[:n]) == 0)

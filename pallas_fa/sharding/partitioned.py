@@ -1,8 +1,8 @@
-"""Kernels on arrays that `jit` shards over automatic mesh axes: each device runs the kernel on its own shard.
+"""Partitions kernels over automatic mesh axes, whose shards `jit` chooses: each device runs the kernel on its shard.
 
-To XLA a kernel is a black box, whose arguments it would gather on every device. `custom_partitioning` tells it which dims
-belong together, and `device_share` what a device computes. Inside `jax.shard_map` arrays are shards already, and the kernel
-is called as it is.
+XLA cannot look into a kernel and would gather its arguments on every device. `custom_partitioning` tells XLA which dims
+are sharded together, and `DeviceShard` computes the shard of one device. Inside `jax.shard_map` arrays are shards already,
+and the kernel is called directly.
 """
 
 import dataclasses
@@ -21,23 +21,24 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pallas_fa.problem import Problem, Residuals
-from pallas_fa.sharding import device_share, exporting, own_refs
-from pallas_fa.sharding.device_share import (
+from pallas_fa.sharding import device_shard, exporting
+from pallas_fa.sharding.device_shard import (
     KEY,
     LSE,
     OUT,
     QUERY,
+    UNSHARDED,
     VALUE,
-    WHOLE,
-    DeviceShare,
+    DeviceShard,
     letters_of,
     letters_of_operands,
 )
-from pallas_fa.sharding.mesh_axes import axes_by_dim, known_mesh
+from pallas_fa.sharding.hide_effects import hide_effects
+from pallas_fa.sharding.mesh_axes import axes_by_dim, complete_mesh
 
 
 def forward(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(problem, operands) -> (out, lse)`, shared out to the devices that hold the arguments."""
+    """Partitions `kernel(problem, operands) -> (out, lse)` over the devices that hold the operands."""
 
     def run(problem, operands):
         return _run(kernel, problem, (operands,), (letters_of_operands(operands),), (OUT, LSE))
@@ -46,7 +47,7 @@ def forward(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(problem, residuals, d_out, d_lse) -> gradients of `operands.differentiable``, shared out likewise."""
+    """Partitions `kernel(problem, residuals, d_out, d_lse) -> gradients` over the devices that hold the arguments."""
 
     def run(problem, residuals, d_out, d_lse):
         operands = residuals.operands
@@ -63,26 +64,26 @@ def _run(kernel, problem, arguments, letters, results):
         return kernel(problem, *arguments)
     leaves, structure = jax.tree.flatten(arguments)
     call = _Call(kernel, problem, context, structure, tuple(jax.tree.leaves(letters)), results)
-    return tuple(_mappable(call, *leaves))
+    return tuple(_run_with_vmap_rule(call, *leaves))
 
 
-def _mappable(call, *leaves):
-    """`call` with a rule for `vmap`, which custom_partitioning has not: every device maps its own kernel."""
+def _run_with_vmap_rule(call, *leaves):
+    """Runs `call`, with the vmap rule that custom_partitioning lacks: each device maps the kernel over its shard."""
     run = custom_vmap(functools.partial(_partitionable, call))
 
     @run.def_vmap
     def rule(axis_size, is_mapped, *leaves):
-        results = _mappable(call.mapped(axis_size, is_mapped), *leaves)
+        results = _run_with_vmap_rule(call.mapped(axis_size, is_mapped), *leaves)
         return results, [True] * len(results)
 
     return run(*leaves)
 
 
 def _partitionable(call, *leaves):
-    """`call` with what XLA has to know in order to share it out."""
+    """Runs `call` with the rules by which XLA partitions it."""
     traced = jax.make_jaxpr(call.on_one_device)(*leaves)
-    # As arguments: custom_partitioning takes no others.
-    constants = exporting.needs_process(_fingerprint(traced)), *traced.consts
+    # custom_partitioning takes no closed-over arrays, so they become arguments.
+    constants = exporting.refuse_export(_fingerprint(traced)), *traced.consts
 
     def on_one_device(constants, *leaves):
         return eval_jaxpr(traced.jaxpr, constants[1:], *leaves)
@@ -90,28 +91,35 @@ def _partitionable(call, *leaves):
     run = custom_partitioning(on_one_device)
     run.def_partition(
         call.partition,
-        decode_shardings=False,  # it raises where it can't, and `axes_by_dim` does not
+        decode_shardings=False,  # JAX's decoding raises for `SubAxes`
         sharding_rule=call.sharding_rule(constants),
-        need_replication_factors=tuple(WHOLE),
+        need_replication_factors=tuple(UNSHARDED),
     )
     return run(constants, *leaves)
 
 
 def _fingerprint(traced) -> np.ndarray:
-    """int32 [8], different for different computations.
+    """Returns int32 [8] that differ between different computations, to tell programs apart in the compilation cache.
 
-    A program for several devices has nothing of the kernel in it until XLA asks for it. A compilation cache that ignores
-    whom to ask (`jax_remove_custom_partitioning_ptr_from_cache_key`, without which it never finds such programs again) would
-    take the program with another mask for the same one: an argument that differs tells them apart.
+    A program for several devices holds only a pointer to the partitioning rule, no kernel. The cache finds such programs
+    again only with `jax_remove_custom_partitioning_ptr_from_cache_key`, which ignores that pointer. Without the fingerprint,
+    two programs that differ in the mask alone would then be the same entry.
     """
     return np.frombuffer(hashlib.sha256(str(traced).encode()).digest(), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A kernel and its problem, and what is known of its arguments and results: structure, and letters (flattened).
+    """One call of a kernel that XLA partitions.
 
-    `context`: the mesh of `jax.set_mesh`. `maps`: a letter and a size for each `vmap`, the innermost first.
+    Attributes:
+      kernel: kernel(problem, *arguments) -> results.
+      problem: the whole problem.
+      context: the mesh of `jax.set_mesh`.
+      structure: the tree structure of the arguments.
+      arguments: the letters of each array in the arguments.
+      results: the letters of each result.
+      maps: (letter, size) of each dim that `vmap` maps, the innermost first.
     """
 
     kernel: Callable[..., Any]
@@ -123,7 +131,7 @@ class _Call:
     maps: tuple[tuple[str, int], ...] = ()
 
     def mapped(self, axis_size, is_mapped) -> "_Call":
-        """This call under one more `vmap`."""
+        """Returns this call under one more `vmap`."""
         letter = string.ascii_lowercase[len(self.maps)]
         return dataclasses.replace(
             self,
@@ -132,43 +140,43 @@ class _Call:
             maps=(*self.maps, (letter, axis_size)),
         )
 
-    def _under_maps(self, run):
-        """`run(arguments)` as a function of leaves with the mapped dims in front."""
+    def _vmapped(self, run):
+        """Returns `run(arguments)` as a function of leaves, whose leading dims `vmap` maps."""
         fn = lambda *leaves: run(jax.tree.unflatten(self.structure, leaves))
         for letter, _ in self.maps:
             fn = jax.vmap(fn, [0 if letter in letters else None for letters in self.arguments])
         return fn
 
     def on_one_device(self, *leaves):
-        """The results of whole arguments."""
-        return self._under_maps(lambda arguments: list(self.kernel(self.problem, *arguments)))(*leaves)
+        """Computes the results of unsharded arguments."""
+        return self._vmapped(lambda arguments: list(self.kernel(self.problem, *arguments)))(*leaves)
 
     def sharding_rule(self, constants) -> str:
-        """Which dims are sharded alike: along these, shardings go from arguments to results and back."""
-        unshared = itertools.count()
+        """Returns the rule by which XLA propagates shardings: dims of one letter are sharded together."""
+        unsharded = itertools.count()
 
         def factors(letters):
-            # Key heads apart from query heads: there may be fewer of them than shards.
+            # Grouped key heads keep a letter of their own: there may be fewer of them than shards of query heads.
             letters = letters.replace("K", "N") if self.problem.group == 1 else letters
-            return " ".join(f"u{next(unshared)}" if letter == "_" else letter for letter in letters)
+            return " ".join(f"u{next(unsharded)}" if letter == "_" else letter for letter in letters)
 
         arguments = *("_" * x.ndim for x in constants), *self.arguments
         return " -> ".join(", ".join(map(factors, arrays)) for arrays in (arguments, self.results))
 
     def partition(self, mesh, arguments, results):
-        """Called by XLA: (mesh, what a device computes, shardings of the results, shardings of the arguments)."""
-        mesh = known_mesh(mesh, self.context, results[0].sharding, results[0].ndim)
+        """Tells XLA what a device computes: (mesh, the function, shardings of its results, of its arguments)."""
+        mesh = complete_mesh(mesh, self.context, results[0].sharding, results[0].ndim)
         by_letter = lambda letters, x: dict(zip(letters, axes_by_dim(mesh, x.sharding, x.ndim), strict=True))
         constants, *arguments = arguments
         q, k, v = map(by_letter, self.arguments[:3], arguments[:3])
-        share = DeviceShare.of(mesh, self.problem, by_letter(self.results[0], results[0]), k, dict(self.maps))
+        shard = DeviceShard.of(mesh, self.problem, by_letter(self.results[0], results[0]), k, dict(self.maps))
         if OUT in self.results[0]:  # in the forward pass, which comes first
-            device_share.check(q, k, v, share)
+            device_shard.check(q, k, v, shard)
 
         def on_this_device(constants, *leaves):
-            run = lambda arguments: share.run(self.kernel, self.problem, arguments, self.results)
-            return own_refs.hidden(self._under_maps(run))(*leaves)
+            run = lambda arguments: shard.run(self.kernel, self.problem, arguments, self.results)
+            return hide_effects(self._vmapped(run))(*leaves)
 
-        shardings = lambda arrays: [NamedSharding(mesh, PartitionSpec(*share.of_dims(letters))) for letters in arrays]
-        everywhere = (NamedSharding(mesh, PartitionSpec()),) * len(constants)
-        return mesh, on_this_device, shardings(self.results), (everywhere, *shardings(self.arguments))
+        shardings = lambda arrays: [NamedSharding(mesh, PartitionSpec(*shard.spec(letters))) for letters in arrays]
+        replicated = (NamedSharding(mesh, PartitionSpec()),) * len(constants)
+        return mesh, on_this_device, shardings(self.results), (replicated, *shardings(self.arguments))

@@ -1,4 +1,4 @@
-"""One program, several platforms: a kernel where it is lowered for its own, another function or an error elsewhere."""
+"""Selects by platform, when a program is lowered: a kernel on its own platform, a fallback or an error on others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,12 +33,19 @@ batching.primitive_batchers[_wrong_platform] = _batch
 def only_on(
     platform: str, fn: Callable[..., Any], elsewhere: Callable[..., Any] | None, message: str
 ) -> Callable[..., Any]:
-    """`fn` where the program is lowered for `platform`; on others `elsewhere`, or an error with `message` without it."""
+    """Returns a function that runs `fn` where the program is lowered for `platform`.
 
-    def no_kernel(*args: Any) -> Any:
+    Args:
+      platform: a name of JAX's, such as "cuda".
+      fn: a function of arrays.
+      elsewhere: runs on other platforms, with the same results; None to raise there.
+      message: of the NotImplementedError that lowering raises on other platforms without `elsewhere`.
+    """
+
+    def refuse(*args: Any) -> Any:
         shapes = jax.eval_shape(fn, *args)
         leaves, structure = jax.tree.flatten(shapes)
         like = tuple(ShapedArray(x.shape, x.dtype) for x in leaves)
         return jax.tree.unflatten(structure, _wrong_platform.bind(*jax.tree.leaves(args), like=like, message=message))
 
-    return lambda *args: jax.lax.platform_dependent(*args, **{platform: fn}, default=elsewhere or no_kernel)
+    return lambda *args: jax.lax.platform_dependent(*args, **{platform: fn}, default=elsewhere or refuse)

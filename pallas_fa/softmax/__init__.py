@@ -1,1 +1,1 @@
-"""The maths of one tile of logits, and of merging partial results: the same for every implementation."""
+"""The maths of one tile of logits, and the merge of partial results: the same for every implementation."""

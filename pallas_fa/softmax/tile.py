@@ -1,6 +1,6 @@
-"""The maths of one tile of logits, in plain jnp: what every implementation computes between its two matmuls.
+"""The maths between the two matmuls, for one tile of logits, in plain jnp.
 
-Shapes here are [..., t, s] for logits and [..., t] for row statistics; any leading dims.
+Logits are [..., t, s] and row statistics [..., t], with any leading dims.
 """
 
 from typing import Any, NamedTuple
@@ -13,22 +13,32 @@ from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
 
 class Softmax(NamedTuple):
-    """Row statistics of the online softmax: running maximum and running sum of exp(logit - maximum), each [..., t]."""
+    """Row statistics of the online softmax, each [..., t]: running maximum, running sum of exp(logit - maximum)."""
 
     max: Any
     sum: Any
 
 
 def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b: Any, n: Any, t: Any, s: Any) -> Any:
-    """(logits after the score, -inf where masked; which pairs are allowed, or None for all).
+    """Applies score and mask to a tile of logits.
 
-    `x`: scaled logits; `score` and `mask` hold the slices of their arrays for this tile.
+    Args:
+      x: scaled logits [B, N, t, s], float32 (float64 for float64 inputs).
+      score: a bound score that holds the slices of its arrays for this tile, or None.
+      mask: a bound mask, likewise, or None.
+      b: batch entries, int32, broadcastable to x; so are the other indices.
+      n: query heads.
+      t: query positions.
+      s: key positions.
+
+    Returns:
+      The logits, -inf where masked, and which positions are allowed (bool like x; None without a mask).
     """
     if mask is None:
         return evaluate(score, x, b, n, t, s), None
     ok = jnp.broadcast_to(mask.allowed(b, n, t, s), x.shape)
     if score is not None:
-        # Behind the mask there may be NaN or Inf, and 0 * NaN is NaN: no gradient may pass there, to any array.
+        # Masked logits may be NaN or Inf, and 0 * NaN is NaN: block gradients there, for every array.
         gate = lambda z: jnp.where(ok, z.astype(x.dtype), lax.stop_gradient(z.astype(x.dtype)))
         gated: Any = with_float_arrays(score, map(gate, float_arrays(score)))
         x = gated.apply(gate(x), b, n, t, s)
@@ -36,7 +46,7 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
 
 
 def softmax(x: Any) -> tuple[Any, Any]:
-    """(weights, log-sum-exp) of whole rows, for derivatives of any order; 0 and -inf for rows that attend to nothing."""
+    """Returns (probabilities, log-sum-exp) of whole rows: 0 and -inf for empty rows. Differentiable to any order."""
     top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
     p = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
     total = jnp.sum(p, axis=-1, keepdims=True)
@@ -46,35 +56,43 @@ def softmax(x: Any) -> tuple[Any, Any]:
 
 
 def softmax_start(shape: tuple[int, ...], dtype: Any) -> Softmax:
-    """Statistics of rows that have seen no logits yet."""
+    """Returns the row statistics before the first step; `shape` is [..., t]."""
     return Softmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
 
 
 def softmax_step(state: Softmax, x: Any) -> tuple[Softmax, Any, Any]:
-    """(new statistics, exp(x - new maximum), the factor that rescales earlier results to the new maximum)."""
+    """Adds a tile of logits x to the row statistics.
+
+    Returns:
+      The new statistics, exp(x - new maximum), and the factor that rescales earlier sums to the new maximum.
+    """
     new_max = jnp.maximum(state.max, jnp.max(x, axis=-1))
-    finite_max = jnp.where(new_max == -jnp.inf, 0, new_max)  # a row that has seen only -inf: exp(-inf - 0) = 0, not NaN
+    finite_max = jnp.where(new_max == -jnp.inf, 0, new_max)  # a row with only -inf so far: exp(-inf - 0) = 0, not NaN
     p = jnp.exp(x - finite_max[..., None])
     rescale = jnp.exp(state.max - finite_max)
     return Softmax(new_max, state.sum * rescale + jnp.sum(p, axis=-1)), p, rescale
 
 
 def softmax_finish(state: Softmax) -> tuple[Any, Any]:
-    """(what to multiply the accumulated P V with, log-sum-exp); 0 and -inf for rows that attend to nothing."""
+    """Returns (the factor that normalises the accumulated P V, log-sum-exp): 0 and -inf for empty rows."""
     empty = state.sum == 0
     total = jnp.where(empty, 1, state.sum)
     return jnp.where(empty, 0, 1 / total), jnp.where(empty, -jnp.inf, state.max + jnp.log(total))
 
 
 def probabilities(x: Any, lse: Any) -> Any:
-    """exp(x - lse); 0 in rows that attend to nothing (lse -inf)."""
+    """Returns exp(x - lse); 0 in empty rows (lse -inf)."""
     return jnp.exp(x - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
 
 
 def zero_padding(x: Any, lengths: Any) -> Any:
-    """x [B, length, heads, dim] with zeros at and past `lengths` ([B|1, N|1, 1, 1] or None), so that no NaN there spreads.
+    """Zeroes the padding of x, so that NaN there cannot spread.
 
-    With a length per query head, padding of a key head is what lies past the longest of its group.
+    If lengths differ between query heads, the padding of a key head starts at the longest of its group.
+
+    Args:
+      x: [B, length, heads, dim].
+      lengths: int32 [B|1, N|1, 1, 1], or None for no padding.
     """
     if lengths is None:
         return x

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 
 _ALIGNMENT = 1024  # Pallas aligns each part of the scratch so
 _RESERVED = 512  # bytes for barriers and the alignment of the whole

@@ -1,7 +1,7 @@
-"""The query and the key axis in chunks: what the implementations in plain JAX loop over, so as to store no T x S array.
+"""Splits the query and key axes into chunks, over which implementations in plain JAX loop: no T x S array is stored.
 
-The last chunk of an axis starts earlier where its size does not divide the axis, and leaves out the positions that the
-chunk before has done; so nothing is padded.
+Tile (i, j) holds the logits of query chunk i and key chunk j. If the chunk size does not divide an axis, its last chunk
+starts early enough to fit, and masks its overlap with the chunk before: nothing is padded.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from pallas_fa.operands import intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
 
-# How many logits a pair of chunks has, for one batch entry and head: as many as its longer input has elements, so that
-# memory stays in proportion to the inputs; more where all entries and heads together would have fewer than
-# _FEW_LOGITS, since then the loops themselves cost; never more than _CHUNK_LOGITS. benchmarks/NOTES.md has the timings.
+# Logits in a tile, for one batch entry and head: as many as the longer input has elements, so that memory stays
+# proportional to the inputs; at least _FEW_LOGITS over all batch entries and heads, since loop overhead dominates below;
+# at most _CHUNK_LOGITS. Decision record: xla/chunk-size.
 _CHUNK_LOGITS = 512**2
 _FEW_LOGITS = 2**19
 _MIN_CHUNK, _MAX_CHUNK = 64, 1024
@@ -29,7 +29,13 @@ _MIN_CHUNK, _MAX_CHUNK = 64, 1024
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """One sequence axis in chunks: `axis` of [B, N, T, S], its size, the size of a chunk."""
+    """One sequence axis, split into chunks.
+
+    Attributes:
+      axis: its index in [B, N, T, S].
+      size: its size.
+      chunk: the size of a chunk.
+    """
 
     axis: int
     size: int
@@ -37,40 +43,55 @@ class Chunks:
 
     @property
     def count(self) -> int:
+        """The number of chunks."""
         return -(-self.size // self.chunk)
 
     def start(self, i: Any) -> Any:
-        """Where chunk i starts, int32 (with 64-bit types enabled too); the last one so early that it fits."""
+        """Returns the start of chunk i, int32 (also where 64-bit types are enabled)."""
         start = jnp.int32(i) * self.chunk
         return start if self.size % self.chunk == 0 else intervals.minimum(start, self.size - self.chunk)
 
     def index(self, i: Any) -> Any:
-        """Positions of chunk i, broadcastable to [B, N, T, S]."""
+        """Returns the positions of chunk i, broadcastable to [B, N, T, S]."""
         shape = tuple(self.chunk if axis == self.axis else 1 for axis in range(4))
         return self.start(i) + lax.broadcasted_iota(jnp.int32, shape, self.axis)
 
-    def only_new(self, x: Any, i: Any) -> Any:
-        """Logits x with -inf at the positions of chunk i that the chunk before has done."""
+    def mask_overlap(self, x: Any, i: Any) -> Any:
+        """Returns logits x of chunk i, -inf at positions that belong to the chunk before."""
         return x if self.size % self.chunk == 0 else jnp.where(self.index(i) >= i * self.chunk, x, -jnp.inf)
 
     def cut(self, x: Any, i: Any, axis: int | None = None) -> Any:
-        """Chunk i of x along `axis`; x as it is where it does not span the axis."""
+        """Returns chunk i of x along `axis`, or x where its size along the axis is 1."""
         axis = self.axis if axis is None else axis
         if x.shape[axis] == 1:
             return x
         return lax.dynamic_slice_in_dim(x, self.start(i), self.chunk, axis, allow_negative_indices=False)
 
-    def put(self, x: Any, update: Any, i: Any, axis: int) -> Any:
-        """x with `update` in the place of its chunk i."""
+    def replace(self, x: Any, update: Any, i: Any, axis: int) -> Any:
+        """Replaces a chunk of x.
+
+        Args:
+          x: an array of this axis' size along `axis`.
+          update: the new chunk.
+          i: its index.
+          axis: an axis of x.
+        """
         return lax.dynamic_update_slice_in_dim(x, update, self.start(i), axis, allow_negative_indices=False)
 
     def add(self, x: Any, update: Any, i: Any, axis: int | None = None) -> Any:
-        """x with `update` added to its chunk i: the transpose of `cut`."""
-        axis = self.axis if axis is None else axis
-        return self.put(x, self.cut(x, i, axis) + update, i, axis)
+        """Adds to a chunk of x: the transpose of `cut`.
 
-    def stacked(self, x: Any, axis: int) -> Any:
-        """All chunks of x along `axis`: [count, ...]."""
+        Args:
+          x: an array of this axis' size along `axis`.
+          update: is added to the chunk.
+          i: index of the chunk.
+          axis: an axis of x; None for `self.axis`.
+        """
+        axis = self.axis if axis is None else axis
+        return self.replace(x, self.cut(x, i, axis) + update, i, axis)
+
+    def stack(self, x: Any, axis: int) -> Any:
+        """Stacks all chunks of x along `axis`: [count, ...]."""
         split = lambda x: jnp.moveaxis(x.reshape(*x.shape[:axis], -1, self.chunk, *x.shape[axis + 1 :]), axis, 0)
         if self.size % self.chunk == 0:
             return split(x)
@@ -78,17 +99,17 @@ class Chunks:
         last = lax.slice_in_dim(x, self.size - self.chunk, self.size, axis=axis)
         return jnp.concatenate([split(before), last[None]])
 
-    def joined(self, parts: Any, axis: int) -> Any:
-        """x of its chunks `stacked` along `axis`."""
-        before = jnp.moveaxis(parts[:-1], 0, axis)
-        done = (self.count - 1) * self.chunk
-        before = before.reshape(*before.shape[:axis], done, *before.shape[axis + 2 :])
-        new = lax.slice_in_dim(parts[-1], self.chunk - (self.size - done), self.chunk, axis=axis)
-        return jnp.concatenate([before, new], axis)
+    def unstack(self, chunks: Any, axis: int) -> Any:
+        """Joins the chunks [count, ...] along `axis`: the inverse of `stack`."""
+        before = jnp.moveaxis(chunks[:-1], 0, axis)
+        before_size = (self.count - 1) * self.chunk
+        before = before.reshape(*before.shape[:axis], before_size, *before.shape[axis + 2 :])
+        last = lax.slice_in_dim(chunks[-1], self.chunk - (self.size - before_size), self.chunk, axis=axis)
+        return jnp.concatenate([before, last], axis)
 
 
 def of_problem(problem: Problem) -> tuple[Chunks, Chunks]:
-    """The query and the key axis in chunks: square ones, but long ones of the other axis where one is short."""
+    """Returns the query and key axes in chunks. Tiles are square, but long along one axis where the other is short."""
     B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
@@ -97,51 +118,89 @@ def of_problem(problem: Problem) -> tuple[Chunks, Chunks]:
 
 
 def _even_chunk(size: int, largest: int) -> int:
-    """The size of as few chunks as chunks of `largest` would be, all alike but for a multiple of 16."""
+    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of 16 if there are several."""
     count = -(-size // largest)
     return size if count == 1 else -(-size // (16 * count)) * 16
 
 
 def visits(
-    mask: Mask | None, question: Literal["kv_range", "q_range"], own: Chunks, other: Chunks
+    mask: Mask | None, question: Literal["kv_range", "q_range"], outer: Chunks, inner: Chunks
 ) -> Callable[[Any], tuple[Any, Any]]:
-    """A function of a chunk of `own`: the first and the last (exclusive) chunk of `other` that any batch entry needs."""
+    """Finds the inner chunks that each outer chunk needs.
+
+    Args:
+      mask: a bound mask, or None.
+      question: "kv_range" if the inner chunks are keys, "q_range" if they are queries.
+      outer: the axis of the outer loop.
+      inner: the axis of the inner loop.
+
+    Returns:
+      A function of an outer chunk: the first inner chunk, and one past the last, that any batch entry or head needs.
+    """
     if mask is None:
-        return lambda i: (np.int32(0), np.int32(other.count))
-    starts = np.minimum(np.arange(own.count) * own.chunk, own.size - own.chunk)
-    lo, hi = getattr(mask, question)(starts, starts + own.chunk)
+        return lambda i: (np.int32(0), np.int32(inner.count))
+    starts = np.minimum(np.arange(outer.count) * outer.chunk, outer.size - outer.chunk)
+    lo, hi = getattr(mask, question)(starts, starts + outer.chunk)
     xnp = intervals.array_module(lo, hi)
-    lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), other.size)
+    lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), inner.size)
     needed = lo < hi
-    lo, hi = xnp.where(needed, lo, other.size), xnp.where(needed, hi, 0)
-    lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], own.count)).reshape(-1, own.count) for x in (lo, hi))
-    divide = np.floor_divide if xnp is np else lax.div  # nothing here is negative, and `//` is ten operations of XLA
-    chunk = np.int32(other.chunk)
-    first, last = divide(lo.min(axis=0), chunk), divide(hi.max(axis=0) + (chunk - 1), chunk)
+    lo, hi = xnp.where(needed, lo, inner.size), xnp.where(needed, hi, 0)
+    lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], outer.count)).reshape(-1, outer.count) for x in (lo, hi))
+    # Nothing is negative here; `//` on JAX arrays would be ten operations. Decision record: xla/fewer-primitives.
+    divide = np.floor_divide if xnp is np else lax.div
+    chunk = np.int32(inner.chunk)
+    first, end = divide(lo.min(axis=0), chunk), divide(hi.max(axis=0) + (chunk - 1), chunk)
     at = lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
-    return lambda i: (at(first, i), at(last, i))
+    return lambda i: (at(first, i), at(end, i))
 
 
-def slices(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
-    """A bound score or mask with its arrays cut to the pair of chunks (i, j)."""
+def cut_tile(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
+    """Cuts the arrays of a bound score or mask to tile (i, j).
+
+    Args:
+      tree: a bound score or mask, whose arrays are [B|1, N|1, T|1, S|1]; or None.
+      queries: the query axis in chunks.
+      i: index of a query chunk.
+      keys: the key axis in chunks.
+      j: index of a key chunk.
+    """
     return jax.tree.map(lambda x: keys.cut(queries.cut(x, i), j), tree)
 
 
 def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
-    """Logits x [B, N, t, s] of the pair of chunks (i, j), scored and masked; `score_ij` holds slices already."""
+    """Applies score and mask to tile (i, j).
+
+    Args:
+      x: scaled logits [B, N, t, s].
+      score_ij: the score of this tile, from `cut_tile`, or None.
+      mask: the bound mask of the whole problem, or None.
+      queries: the query axis in chunks.
+      i: index of a query chunk.
+      keys: the key axis in chunks.
+      j: index of a key chunk.
+    """
     if score_ij is None and mask is None:
         return x
     B, N = x.shape[:2]
     b, n = lax.broadcasted_iota(jnp.int32, (B, 1, 1, 1), 0), lax.broadcasted_iota(jnp.int32, (1, N, 1, 1), 1)
-    mask_ij = slices(mask, queries, i, keys, j)
+    mask_ij = cut_tile(mask, queries, i, keys, j)
     return tile.masked_scores(x, score_ij, mask_ij, b, n, queries.index(i), keys.index(j))[0]
 
 
-def add_slice(d: Any, d_slice: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
-    """Gradient d of a whole array, with the gradient of its slice for (i, j) added."""
+def add_tile(d: Any, d_ij: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
+    """Adds the gradient of tile (i, j) to that of a whole array: the transpose of `cut_tile`.
+
+    Args:
+      d: the gradient of an array [B|1, N|1, T|1, S|1].
+      d_ij: the gradient of what `cut_tile` returns of it.
+      queries: the query axis in chunks.
+      i: index of a query chunk.
+      keys: the key axis in chunks.
+      j: index of a key chunk.
+    """
     starts = [jnp.int32(0)] * 4
     for chunks, n in ((queries, i), (keys, j)):
         if d.shape[chunks.axis] > 1:
             starts[chunks.axis] = chunks.start(n)
-    old = lax.dynamic_slice(d, starts, d_slice.shape, allow_negative_indices=False)
-    return lax.dynamic_update_slice(d, old + d_slice.astype(d.dtype), starts, allow_negative_indices=False)
+    old = lax.dynamic_slice(d, starts, d_ij.shape, allow_negative_indices=False)
+    return lax.dynamic_update_slice(d, old + d_ij.astype(d.dtype), starts, allow_negative_indices=False)

@@ -1,4 +1,4 @@
-"""The matrix products of a pair of chunks, for grouped heads: query head n goes with key head n // (N // K)."""
+"""Matrix products of a tile, for grouped heads: query head n reads key head n // (N // K)."""
 
 from typing import Any
 
@@ -11,24 +11,24 @@ from pallas_fa.softmax import tile
 
 
 def matmul_dtype(problem: Problem) -> Any:
-    """What the matmuls read: the inputs' dtype; float32 for 8-bit floats, which few platforms multiply."""
+    """Returns the dtype of matmul operands: that of the inputs, but float32 for 8-bit ones, which few platforms multiply."""
     return problem.dtype if problem.dtype.itemsize > 1 else jnp.float32
 
 
 def prepare(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """q, k and v [B, length, heads, dim] as the matmuls read them, padding zeroed."""
+    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding."""
     lengths = lengths_of(operands.mask)
     padded = ((operands.q, lengths.q_lengths), (operands.k, lengths.kv_lengths), (operands.v, lengths.kv_lengths))
     return tuple(tile.zero_padding(x, n).astype(matmul_dtype(problem)) for x, n in padded)
 
 
 def qk(problem: Problem, a: Any, b: Any) -> Any:
-    """[B, N, T, H] x [B, K, S, H] -> [B, N, T, S]: query head n against key head n // (N // K)."""
+    """Multiplies [B, N, T, H] x [B, K, S, H] -> [B, N, T, S]."""
     return _grouped_matmul(problem, a, b, 3)
 
 
 def pv(problem: Problem, p: Any, b: Any) -> Any:
-    """[B, N, T, S] x [B, K, S, H] -> [B, N, T, H]."""
+    """Multiplies [B, N, T, S] x [B, K, S, H] -> [B, N, T, H]."""
     return _grouped_matmul(problem, p, b, 2)
 
 
@@ -41,7 +41,7 @@ def _grouped_matmul(problem, a, b, contracted):
 
 
 def xp(problem: Problem, x: Any, p: Any) -> Any:
-    """[B, K, H, G, T] x [B, N, T, S] -> [B, K, H, S], summed over T and the query heads of a group."""
+    """Multiplies [B, K, H, G, T] x [B, N, T, S] -> [B, K, H, S], summing over T and the G query heads of a group."""
     B, K, _, G, T = x.shape
     p = p.astype(x.dtype).reshape(B, K, G, T, -1)
     dimensions = (((3, 4), (2, 3)), ((0, 1), (0, 1)))
@@ -49,11 +49,11 @@ def xp(problem: Problem, x: Any, p: Any) -> Any:
 
 
 def heads_first(x: Any) -> Any:
-    """[B, T, N, ...] -> [B, N, T, ...] and back."""
+    """Swaps axes: [B, T, N, ...] -> [B, N, T, ...] and back."""
     return jnp.swapaxes(x, 1, 2)
 
 
-def transposed(problem: Problem, x: Any) -> Any:
-    """[B, T, N, H] -> [B, K, H, G, T]."""
+def transpose_grouped(problem: Problem, x: Any) -> Any:
+    """Groups heads and moves T last, for `xp`: [B, T, N, H] -> [B, K, H, G, T]."""
     B, T, _, H = x.shape
     return jnp.transpose(x.reshape(B, T, problem.K, -1, H), (0, 2, 4, 3, 1))

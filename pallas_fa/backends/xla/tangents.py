@@ -1,13 +1,13 @@
-"""The tangents of attention in plain JAX, a pair of chunks at a time: O(T) memory, in any order of differentiation.
+"""Computes the tangents of attention in plain JAX, a tile at a time: O(T) memory, differentiable to any order.
 
-Of a row, chunk j of the keys has a share w_j = exp(lse_j - lse), and out is the sum of w_j out_j, where out_j and lse_j are
-attention to that chunk alone. With lse held, these are sums over the chunks, which `jax.jvp` differentiates; what the change
-of lse adds comes after:
+For one row, let (out_j, lse_j) be attention to key chunk j alone, and w_j = exp(lse_j - lse) its weight. Then out is the sum
+of w_j out_j, and the sum of w_j is 1. `jax.jvp` differentiates both sums at fixed lse. The tangent of lse follows, and
+corrects that of out:
 
     lse_dot = d(sum of w_j),   out_dot = d(sum of w_j out_j) - lse_dot out,   both d at fixed lse.
 
-Nothing is carried from chunk to chunk but sums, chunks are scanned inputs, and each step is recomputed where it is
-differentiated: so the transpose, which reverse mode takes, stores no logits either.
+The loops carry sums only, chunks are scanned inputs, and each step is rematerialised. So the transpose, which reverse mode
+runs, stores no logits either.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,80 +27,86 @@ from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import tile
 
 
-def attention(problem: Problem, operands: Operands, lse: Any, dots: Sequence[Any]) -> tuple[Any, Any]:
-    """The tangents of out [B, T, N, Hv], in the inputs' dtype, and of lse [B, T, N], in its own.
+def attention(
+    problem: Problem, operands: Operands, lse: Any, operand_tangents: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the tangents of out [B, T, N, Hv], in the inputs' dtype, and of lse [B, T, N], in its own.
 
-    `dots`: the tangents of `operands.differentiable`; None for one that does not move.
+    Args:
+      problem: the problem.
+      operands: its operands.
+      lse: [B, T, N], from the forward.
+      operand_tangents: the tangents of `operands.differentiable`; None for zero.
     """
     primals = operands.differentiable
-    moving = [(x, dot) for x, dot in zip(primals, dots, strict=True) if dot is not None]
-    if not moving or 0 in (problem.dims.S, lse.size):
+    nonzero = [(x, dot) for x, dot in zip(primals, operand_tangents, strict=True) if dot is not None]
+    if not nonzero or 0 in (problem.dims.S, lse.size):
         return jnp.zeros((*lse.shape, problem.Hv), problem.dtype), jnp.zeros_like(lse)
 
-    def sums(*moved):
-        moved = iter(moved)
-        arrays = (x if dot is None else next(moved) for x, dot in zip(primals, dots, strict=True))
-        return _sums_of_shares(problem, operands.with_differentiable(arrays), lse)
+    def sums(*differentiated):
+        differentiated = iter(differentiated)
+        arrays = (x if dot is None else next(differentiated) for x, dot in zip(primals, operand_tangents, strict=True))
+        return _weighted_sums(problem, operands.with_differentiable(arrays), lse)
 
-    moved, moved_dots = zip(*moving, strict=True)
-    (out, _), (out_dot, lse_dot) = jax.jvp(sums, moved, moved_dots)
+    differentiated, dots = zip(*nonzero, strict=True)
+    (out, _), (out_dot, lse_dot) = jax.jvp(sums, differentiated, dots)
     out_dot = (out_dot - lse_dot[..., None] * out).astype(problem.dtype)
-    # It is 0 in padding already; this keeps a NaN in its cotangent out.
+    # Padding is 0 already. This zeroes its cotangent, which may be NaN.
     return tile.zero_padding(out_dot, lengths_of(operands.mask).q_lengths), lse_dot
 
 
-def _sums_of_shares(problem, operands, lse):
-    """The sums over the chunks of keys of w_j out_j [B, T, N, Hv], which is `out`, and of w_j [B, T, N], which is 1."""
+def _weighted_sums(problem, operands, lse):
+    """Returns the sums over key chunks of w_j out_j [B, T, N, Hv], which is out, and of w_j [B, T, N], which is 1."""
     q, k, v, score, mask = operands
     lengths = lengths_of(mask)
     queries, keys = chunks.of_problem(problem)
     visited = chunks.visits(mask, "kv_range", queries, keys)
 
-    def of_pair(i, j, operands):
+    def tile_terms(i, j, operands):
         lse, q, k, v, score = operands
         q, k, v = (jnp.squeeze(x, n).astype(matmul_dtype(problem)) for x, n in ((q, 3), (k, 2), (v, 2)))
         x = chunks.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
-        p, lse_j = tile.softmax(keys.only_new(x, j))
+        p, lse_j = tile.softmax(keys.mask_overlap(x, j))
         w = tile.probabilities(lse_j[..., None], jnp.squeeze(lse, 3))
         return w * pv(problem, p, v), jnp.squeeze(w, 3)
 
-    def of_rows(_, i, operands):
-        def add_pair(sums, j, operands):
-            add = lambda sums: jax.tree.map(jnp.add, sums, of_pair(i, j, operands))
+    def row_sums(_, i, operands):
+        def add_tile(sums, j, operands):
+            add = lambda sums: jax.tree.map(jnp.add, sums, tile_terms(i, j, operands))
             if mask is None:
                 return add(sums), None
-            first, last = visited(i)
-            return lax.cond((first <= j) & (j < last), add, lambda sums: sums, sums), None
+            first, end = visited(i)
+            return lax.cond((first <= j) & (j < end), add, lambda sums: sums, sums), None
 
         rows = operands[0].shape[:3]
         zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype), jnp.zeros(rows, problem.acc_dtype)
-        return None, _scan(keys, add_pair, *varying.made_alike(zeros, operands))[0]
+        return None, _scan(keys, add_tile, *varying.vary_together(zeros, operands))[0]
 
-    # In the dtype of accumulation, in which their cotangents are then added up.
-    wide = lambda x: x.astype(problem.acc_dtype)
+    # In the dtype of accumulation, so that their cotangents are summed in it, too.
+    to_acc_dtype = lambda x: x.astype(problem.acc_dtype)
     # All as [B, heads, T | 1, S | 1, ...].
-    lay_out = lambda x, n, axis: jnp.expand_dims(heads_first(wide(tile.zero_padding(x, n))), axis)
+    lay_out = lambda x, n, axis: jnp.expand_dims(heads_first(to_acc_dtype(tile.zero_padding(x, n))), axis)
     operands = (
         heads_first(lse)[..., None],
         lay_out(q, lengths.q_lengths, 3),
         lay_out(k, lengths.kv_lengths, 2),
         lay_out(v, lengths.kv_lengths, 2),
-        with_float_arrays(score, map(wide, float_arrays(score))),
+        with_float_arrays(score, map(to_acc_dtype, float_arrays(score))),
     )
-    _, sums = _scan(queries, of_rows, None, operands)
-    return tuple(heads_first(queries.joined(x, 2)) for x in sums)
+    _, sums = _scan(queries, row_sums, None, operands)
+    return tuple(heads_first(queries.unstack(x, 2)) for x in sums)
 
 
-def _scan(over: Chunks, step: Callable[..., Any], start: Any, operands: Any) -> Any:
-    """`lax.scan` of step(carry, i, operands), where operands that span the axis are cut to chunk i."""
+def _scan(over: Chunks, step: Callable[..., Any], init: Any, operands: Any) -> Any:
+    """Scans step(carry, i, operands) over the chunks i of an axis, rematerialised; operands that span it are cut to i."""
     leaves, structure = jax.tree.flatten(operands)
-    stacked = [over.stacked(x, over.axis) if x.shape[over.axis] > 1 else None for x in leaves]
+    stacked = [over.stack(x, over.axis) if x.shape[over.axis] > 1 else None for x in leaves]
 
-    def cut(carry, at_i):
-        i, parts = at_i
-        leaves_i = [x if part is None else part for x, part in zip(leaves, parts, strict=True)]
+    def step_on_chunk(carry, inputs):
+        i, chunks_i = inputs
+        leaves_i = [x if chunk is None else chunk for x, chunk in zip(leaves, chunks_i, strict=True)]
         return step(carry, i, jax.tree.unflatten(structure, leaves_i))
 
-    # In a loop XLA does not undo the recomputation, so that nothing has to prevent it.
-    again = jax.checkpoint(cut, prevent_cse=False)
-    return lax.scan(again, start, (jnp.arange(over.count, dtype=jnp.int32), stacked))
+    # Inside a loop XLA cannot merge the recomputation with the original, so CSE need not be prevented.
+    rematerialised = jax.checkpoint(step_on_chunk, prevent_cse=False)
+    return lax.scan(rematerialised, init, (jnp.arange(over.count, dtype=jnp.int32), stacked))

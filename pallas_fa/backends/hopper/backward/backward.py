@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits
@@ -24,12 +24,11 @@ from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
 from pallas_fa.problem import Problem, Residuals
-from pallas_fa.scores import float_arrays
+from pallas_fa.scores.base import float_arrays
 
 
-def why_no_backward(problem: Problem, gpu: Gpu | None = None) -> str | None:
-    """Returns why these kernels can't do the gradients of a `problem` that the forward kernel does, None if they can."""
-    gpu = gpu or Gpu.visible()
+def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
+    """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
     for kind in passes(problem):
         plans = candidates(problem, kind, gpu)
         if not plans:
@@ -49,23 +48,18 @@ def _why_not_score(problem):
     if problem.score is None:
         return None
     x, i, scalar = (jax.ShapeDtypeStruct(*like) for like in (((64, 64), "float32"), ((64, 64), "int32"), ((), "int32")))
-    score = jax.tree.map(lambda array: jax.ShapeDtypeStruct(x.shape, array.dtype), problem.score)
+    is_scalar = lambda a: a.shape[2:4] == (1, 1) and not jnp.issubdtype(a.dtype, jnp.floating)
+    score = jax.tree.map(lambda a: jax.ShapeDtypeStruct(() if is_scalar(a) else x.shape, a.dtype), problem.score)
     reason = elementwise.why_not(score_pullback, x, x, scalar, scalar, i, i, score)
     return reason and f"the score can't run in the backward kernel: {reason}"
 
 
 def backward(
-    problem: Problem,
-    residuals: Residuals,
-    d_out: Any,
-    d_lse: Any,
-    *,
-    gpu: Gpu | None = None,
-    interpret: bool = False,
+    problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
 ) -> tuple[Any, ...]:
     """Returns the gradients of `operands.differentiable`, each in its array's dtype.
 
-    `gpu`: the one that the kernels are for; None for the visible one. `interpret`: for JAX's GPU interpret mode.
+    `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
     (q, k, v, score, mask), out, lse = residuals
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
@@ -75,7 +69,7 @@ def backward(
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
     found = {}
     for kind in passes(problem):
-        plan = choose(problem, kind, gpu or Gpu.visible(), interpret)
+        plan = choose(problem, kind, gpu, interpret)
         found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, zero)
     return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score))))
 

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_fa.backends.gpu.backward_pass import Pass
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan

@@ -5,7 +5,7 @@ import functools
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits

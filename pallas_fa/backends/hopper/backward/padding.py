@@ -6,16 +6,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import masks
 from pallas_fa.backends.hopper.backward.tile import TILE, TilePlace
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tiles import Tiles
+from pallas_fa.masks.lengths import lengths_of
 
 
 def zero_stationary(w: Warpgroup) -> None:
     """Zeroes keys past the key length, the longest of the query heads that share them."""
     group = w.plan.problem.group
-    per_head = masks.lengths_of(w.plan.problem.mask).kv_lengths.shape[1] > 1
+    per_head = lengths_of(w.plan.problem.mask).kv_lengths.shape[1] > 1
     lengths = [_lengths(w, w.block.head * group + g).kv_lengths for g in range(group if per_head else 1)]
     length = lengths[0]
     for other in lengths[1:]:
@@ -54,7 +54,7 @@ def zero_streamed(w: Warpgroup, at: TilePlace, slots: Slots) -> None:
 
 def _lengths(w, n):
     _, mask = w.plan.arrays.with_scalars(w.scalars(n))
-    return masks.lengths_of(mask)
+    return lengths_of(mask)
 
 
 def _zero_rows(smem: Any, tiles: Tiles, first: Any, length: Any) -> None:

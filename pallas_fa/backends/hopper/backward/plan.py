@@ -7,16 +7,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_fa import masks
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.order import Order
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
 
 
@@ -95,7 +95,7 @@ class BackwardPlan:
     @functools.cached_property
     def padding(self) -> Padding:
         """Where there may be NaN."""
-        lengths = masks.lengths_of(self.problem.mask)
+        lengths = lengths_of(self.problem.mask)
         has_q, has_kv = lengths.q_lengths is not None, lengths.kv_lengths is not None
         streamed = has_q if self.kind.keys_stationary else has_kv
         return Padding(has_q or has_kv, stationary=self.kind.fused and has_kv, streamed=streamed)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
-from pallas_fa.scores import evaluate, float_arrays, with_float_arrays
+from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
 TILE, PER_STATIONARY, PER_STREAMED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -89,13 +89,14 @@ class TileOfLogits:
 
 
 def _array(plan, i, at, scratch, slot):
-    """Array i for this tile: broadcast to it, or a scalar of a mask; None for an array of a mask in a full tile."""
+    """Array i for this tile: broadcast to it, or a scalar without a gradient; None for a mask's array in a full tile."""
     array, shape, in_score = plan.arrays[i], (64, plan.config.width), i < plan.arrays.in_score
     if not in_score and not at.is_boundary:
         return None
     if array.kind == "scalar":
         x = array.restore(at.scalars[i])
-        return lax.broadcast_in_dim(x, shape, []) if in_score else x
+        gets_gradient = in_score and jnp.issubdtype(array.dtype, jnp.floating)
+        return lax.broadcast_in_dim(x, shape, []) if gets_gradient else x
     smem = scratch[f"array{i}_smem"].at[slot]
     if array.kind == "column":
         smem = smem.at[pl.ds(at.wg * 64, 64)]

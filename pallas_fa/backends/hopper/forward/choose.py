@@ -4,11 +4,12 @@ import jax
 import numpy as np
 
 from pallas_fa import masks
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
+from pallas_fa.masks.base import parts_of
 from pallas_fa.problem import Problem
 
 
@@ -28,7 +29,7 @@ def _facts(problem):
         heads=problem.dims.B * problem.dims.N,
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),
-        packed=bool(masks.parts_of(problem.mask, masks.Segments)),
+        packed=bool(parts_of(problem.mask, masks.Segments)),
     )
 
 

@@ -9,7 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import masks
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import TILE, Logits
@@ -17,6 +16,7 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import SUM_COLUMNS, ping_pong_barrier
 from pallas_fa.backends.hopper.forward.softmax import online_softmax
 from pallas_fa.backends.hopper.wgmma import Wgmma
+from pallas_fa.masks.lengths import lengths_of
 
 
 class Compute:
@@ -163,7 +163,7 @@ class Compute:
         plan, v = self.plan, self.v.at[slot]
         plgpu.barrier_wait(self.scratch["v_loaded"])
         _, mask = plan.arrays.with_scalars(self.logits.scalars())
-        length = masks.lengths_of(mask).kv_lengths
+        length = lengths_of(mask).kv_lengths
         start = self.steps.last * plan.config.block_kv
 
         @pl.when(start + plan.config.block_kv > length)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import schedule
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
@@ -28,15 +28,13 @@ from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.problem import Operands, Problem
 
 
-def forward(
-    problem: Problem, operands: Operands, *, gpu: Gpu | None = None, interpret: bool = False
-) -> tuple[Any, Any]:
+def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
 
-    `gpu`: the one that the kernel is for; None for the visible one. `interpret`: for JAX's GPU interpret mode.
+    `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
     q, k, v, score, mask = operands
-    plan = choose(problem, gpu or Gpu.visible(), interpret)
+    plan = choose(problem, gpu, interpret)
     dims, config = problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, mask)
     if mask is not None and plan.visit_table:

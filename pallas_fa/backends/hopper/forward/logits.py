@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import scores
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.softmax import with_positive_factor
+from pallas_fa.scores.base import evaluate
 
 TILE = plgpu.Layout.WGMMA
 
@@ -38,7 +38,7 @@ class Logits:
         t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
         s = (self.steps.last - i) * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
         if problem.score is not None:
-            apply = lambda x, t, s, score: scores.evaluate(score, x * problem.scale, block.b, block.n, t, s)
+            apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
             x, factor = elementwise.inline_times(apply, x, t, s, score)
         x, factor = with_positive_factor(x, factor)
         if is_boundary:

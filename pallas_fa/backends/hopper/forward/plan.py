@@ -6,12 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_fa import masks
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
 
 
@@ -100,4 +100,4 @@ class ForwardPlan:
     @property
     def zeroes_padding(self) -> bool:
         """Whether values past the key length must be zeroed: they may be NaN, and 0 * NaN is NaN."""
-        return masks.lengths_of(self.problem.mask).kv_lengths is not None
+        return lengths_of(self.problem.mask).kv_lengths is not None

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from pallas_fa.backends.gpu.devices import Gpu
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.tables import Row, Span, Table, up_to
 from pallas_fa.backends.hopper.config import ForwardConfig
 
