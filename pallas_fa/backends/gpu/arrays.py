@@ -54,7 +54,7 @@ class KernelArray:
         return cls(kind, dtype, stored, x.shape[0] > 1, x.shape[1] > 1, row_bytes)
 
     def why_not(self) -> str | None:
-        """None if a kernel can load it, else the reason."""
+        """Returns None if a kernel can load it, else the reason."""
         names = _TILE_DTYPES if self.kind == "tile" else _EXACT_IN_FLOAT32 + _EXACT_IN_INT32
         if self.dtype.name in names:
             return None
@@ -76,7 +76,7 @@ class KernelArray:
         return (b if self.batched else 0), (n if self.per_head else 0)
 
     def scratch(self, *lead: int, rows: int, columns: int) -> Any:
-        """Shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
+        """Returns shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
         if self.kind != "tile":
             return plgpu.SMEM((*lead, columns if self.kind == "row" else rows), self.stored_dtype)
         width = math.gcd(self.row_bytes, columns * self.stored_dtype.itemsize)
@@ -128,7 +128,7 @@ class KernelArrays:
         return iter(self.arrays)
 
     def of_kind(self, *kinds: str) -> tuple[int, ...]:
-        """The numbers of the arrays of these kinds."""
+        """Returns the numbers of the arrays of these kinds."""
         return tuple(i for i, array in enumerate(self.arrays) if array.kind in kinds)
 
     @property

@@ -37,7 +37,7 @@ class Grid:
         return self.batch * self.heads * self.ctas_per_head
 
     def place(self) -> Place:
-        """The place of the CTA that asks."""
+        """Returns, in a kernel, the place of the CTA."""
         rest, head_in_group = quotient_and_remainder(lax.axis_index(AXIS), self.l2_head_group)
         group, cta = quotient_and_remainder(rest, self.ctas_per_head)
         b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)
@@ -45,10 +45,10 @@ class Grid:
 
 
 def largest_divisor(count: int, at_most: int) -> int:
-    """The largest divisor of `count` that is at most `at_most`."""
+    """Returns the largest divisor of `count` that is at most `at_most`."""
     return max(d for d in range(1, min(count, at_most) + 1) if count % d == 0)
 
 
 def quotient_and_remainder(x: Any, divisor: int) -> tuple[Any, Any]:
-    """Of an int32 x >= 0, inside a kernel."""
+    """Returns both of an int32 x >= 0, in a kernel."""
     return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))

@@ -66,7 +66,7 @@ class NamedBarrier:
 
 
 def numbered(parties: Mapping[str, Parties], scratch: Mapping[str, Any]) -> dict[str, NamedBarrier]:
-    """A barrier for each name, numbered in this order; in the interpreter with its mbarriers from `scratch`."""
+    """Returns a barrier for each name, numbered in this order; in the interpreter with its mbarriers from `scratch`."""
     first, barriers = _FIRST_FREE, {}
     for name, who in parties.items():
         barriers[name] = NamedBarrier(first, who, scratch.get(f"{name}_mbarrier"))
@@ -75,7 +75,7 @@ def numbered(parties: Mapping[str, Parties], scratch: Mapping[str, Any]) -> dict
 
 
 def interpreter_scratch(parties: Mapping[str, Parties]) -> dict[str, Any]:
-    """The mbarriers that stand for named barriers in the interpreter."""
+    """Returns the mbarriers that stand for named barriers in the interpreter."""
     return {
         f"{name}_mbarrier": plgpu.Barrier(num_arrivals=who.arrivals, num_barriers=who.count)
         for name, who in parties.items()

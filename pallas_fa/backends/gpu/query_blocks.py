@@ -41,7 +41,7 @@ class QueryBlocks:
         return -(-self.count // max(1, 2 * self.pairs))
 
     def start(self, number: Any) -> Any:
-        """The first query of a block; negative where the block has front padding."""
+        """Returns the first query of a block; negative where the block has front padding."""
         return number * self.size - self.front_padding
 
     def present(self, row: Any) -> Any:

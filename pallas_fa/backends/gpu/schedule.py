@@ -106,7 +106,7 @@ class Line(NamedTuple):
     slope: int
 
     def at(self, number: Any) -> Any:
-        """The bound of block `number`; an int where it is the same for all."""
+        """Returns the bound of block `number`; an int where it is the same for all."""
         return self.start + self.slope * number if self.slope else self.start
 
 

@@ -25,7 +25,7 @@ class ScoreGradients:
 
     @classmethod
     def of(cls, score: Any, arrays: KernelArrays, kind: Pass) -> "ScoreGradients":
-        """The gradients that a pass of this kind gives."""
+        """Returns which gradients a pass of this kind gives."""
         leaves = enumerate(jax.tree.leaves(score))
         floats = tuple(i for i, x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
         # A sum along stationary positions would take all CTAs, so arrays with one value per query are left to the pass that
@@ -36,6 +36,6 @@ class ScoreGradients:
         return cls(floats, summed, tuple(i for i in given if arrays[i].kind == "tile"))
 
     def has_unordered_sums(self, arrays: KernelArrays, dims: Dims) -> bool:
-        """Whether several CTAs add to one element, in no fixed order."""
+        """Returns whether several CTAs add to one element, in no fixed order."""
         broadcast = lambda array: (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
         return any(broadcast(arrays[i]) for i in self.added)

@@ -15,14 +15,14 @@ _RESERVED = 512  # bytes for barriers and the alignment of the whole
 
 
 def swizzle(dtype: Any, width: int) -> tuple[Any, ...]:
-    """The layout of tiles whose rows are copied in pieces that divide `width` bytes: the widest swizzle, or none."""
+    """Returns the layout of tiles whose rows are copied in pieces that divide `width` bytes: the widest swizzle, or none."""
     width = math.gcd(width, 128)
     tiling = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize))
     return (tiling, plgpu.SwizzleTransform(width)) if width > 16 else (tiling,)
 
 
 def scratch_bytes(scratch: dict[str, Any]) -> int:
-    """Bytes of shared memory that a kernel's scratch takes, barriers left out."""
+    """Returns the bytes of shared memory that a kernel's scratch takes, barriers left out."""
     sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier))
     return sum(pl.cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in sizes)
 

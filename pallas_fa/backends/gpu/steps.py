@@ -22,7 +22,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, visits: Visits) -> "Steps":
-        """The steps that make these visits."""
+        """Returns the steps that make these visits."""
         # Where there may be a boundary block at the start, the first step masks: it is compiled once, with the mask.
         boundary_end = 0
         if not is_equal(visits.full_last, visits.last):
@@ -38,17 +38,17 @@ class Steps(NamedTuple):
         return is_equal(self.boundary_end, 0)
 
     def is_boundary(self, i: Any) -> Any:
-        """Whether step i visits a boundary block."""
+        """Returns whether step i visits a boundary block."""
         at_start = i < self.boundary_end
         return at_start if self.full_end is None else at_start | (i >= self.full_end)
 
     def boundary_steps_before(self, i: Any) -> Any:
-        """How many of the steps before step i visit boundary blocks."""
+        """Returns how many of the steps before step i visit boundary blocks."""
         full_end = self.end if self.full_end is None else self.full_end
         return i - jnp.clip(i - self.boundary_end, 0, full_end - self.boundary_end)
 
     def of_part(self, visits: Visits) -> "Steps":
-        """Those of these steps that some of the queries take, which make these visits; at least one step."""
+        """Returns those of these steps in which some of the queries make these visits; at least one step."""
         part = Steps.of(visits)
         shift = self.last - part.last  # step i of the part is step shift + i here
         first = jnp.clip(shift, 0, self.end - 1)

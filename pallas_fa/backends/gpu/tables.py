@@ -21,12 +21,12 @@ class Span:
 
 
 def up_to(most: int) -> Span:
-    """The numbers of at most `most`."""
+    """Returns the numbers of at most `most`."""
     return Span(most=most)
 
 
 def at_least(least: int) -> Span:
-    """The numbers of at least `least`."""
+    """Returns the numbers of at least `least`."""
     return Span(least=least)
 
 
@@ -41,7 +41,7 @@ class Row[V](NamedTuple):
     where: Mapping[str, Any] = {}
 
     def applies(self, facts: Any) -> bool:
-        """Whether all conditions hold for `facts`, a NamedTuple."""
+        """Returns whether all conditions hold for `facts`, a NamedTuple."""
         return all(_holds(condition, getattr(facts, name)) for name, condition in self.where.items())
 
 

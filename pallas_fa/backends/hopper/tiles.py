@@ -53,7 +53,7 @@ class Tiles:
         return self.padded_dim // self.chunk
 
     def scratch(self, *lead: int, rows: int) -> Any:
-        """Shared memory for tiles of `rows` rows, with leading dims `lead`."""
+        """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
         shape = (*lead, self.chunks, rows, self.chunk)
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.chunk * self.dtype.itemsize))
         if self._one_view:
@@ -61,11 +61,11 @@ class Tiles:
         return plgpu.RefUnion(matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),)))
 
     def matrix(self, ref: Any) -> Any:
-        """The tensor cores' view of what `scratch` gave."""
+        """Returns the tensor cores' view of what `scratch` gave."""
         return ref if self._one_view else ref[0]
 
     def copied(self, ref: Any) -> Any:
-        """TMA's view of what `scratch` gave."""
+        """Returns TMA's view of what `scratch` gave."""
         return ref if self._one_view else ref[1]
 
     def load(self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any) -> None:

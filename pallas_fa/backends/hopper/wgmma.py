@@ -82,7 +82,7 @@ class Wgmma:
         return tuple(values), tuple(results)
 
     def left_operand(self, smem: Any) -> Any:
-        """The chunks of `smem` as left operands in registers, which the interpreter does not take."""
+        """Returns the chunks of `smem` as left operands in registers, which the interpreter does not take."""
         if self.interpret:
             return smem
         return [plgpu.load(smem.at[i], layout=plgpu.Layout.WGMMA) for i in range(smem.shape[0])]
@@ -108,7 +108,7 @@ class Wgmma:
             self.matmul(acc, weights, smem.at[i])
 
     def result(self, acc: Any, in_flight: int) -> Any:
-        """The accumulator's value, once its matmuls are done."""
+        """Returns the accumulator's value, once its matmuls are done."""
         if self.interpret:
             self.wait(in_flight)
             return acc[...]

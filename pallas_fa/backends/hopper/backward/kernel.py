@@ -23,7 +23,7 @@ from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup
 
 
 def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
-    """The body. `refs`: the operands and results of a pass of `backward`; `scratch`: that of `scratch.scratch`."""
+    """Runs a CTA. `refs`: the operands and results of a pass of `backward`; `scratch`: that of `scratch.scratch`."""
     gmem, c, dq = device_memory.named(plan, refs), plan.config, plan.dq
     block = work.block_here(plan)
     wg = lax.axis_index("wg")

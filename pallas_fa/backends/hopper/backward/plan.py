@@ -133,11 +133,11 @@ class BackwardPlan:
         return DqSums(self.config, *sizes, warps, self.interpret)
 
     def added_shape(self, i: int) -> tuple[int, ...]:
-        """Of the float32 sums of the gradient of array i, [.., stationary, streamed]."""
+        """Returns the shape of the float32 sums of the gradient of array i, [.., stationary, streamed]."""
         dims, array, visits = self.problem.dims, self.arrays[i], self.visits
         lead = (dims.B, dims.N) if self.interpret else (dims.B if array.batched else 1, dims.N if array.per_head else 1)
         return *lead, visits.blocks * visits.block, visits.tiles * visits.tile
 
     def summed_shape(self) -> tuple[int, ...]:
-        """Of the float32 gradient of an array, one value per stationary position."""
+        """Returns the shape of the float32 gradient of an array, one value per stationary position."""
         return self.problem.dims.B, self.problem.dims.N, self.visits.blocks * self.visits.block

@@ -21,7 +21,7 @@ _F32 = jnp.dtype(jnp.float32)
 
 
 def scratch(plan: BackwardPlan) -> dict[str, Any]:
-    """Shared memory and barriers by name, in the order in which they lie in memory.
+    """Returns shared memory and barriers by name, in the order in which they lie in memory.
 
     `x_ready`: what is loaded to `x_smem` has arrived, with the statistics and arrays that come with it.
     """
@@ -29,12 +29,12 @@ def scratch(plan: BackwardPlan) -> dict[str, Any]:
 
 
 def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
-    """The part of `scratch` that a GPU needs too."""
+    """Returns the part of `scratch` that a GPU needs too."""
     return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
 
 
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
-    """The barriers between warpgroups, by name.
+    """Returns the barriers between warpgroups, by name.
 
     `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more. `dq_ready`,
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again.

@@ -17,7 +17,7 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
-    return first_that_fits([ForwardPlan.of(problem, config, interpret) for config in configs], on_gpu, gpu)
+    return first_that_fits([ForwardPlan(problem, config, interpret) for config in configs], on_gpu, gpu)
 
 
 def _facts(problem):

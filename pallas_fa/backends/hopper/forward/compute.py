@@ -28,8 +28,8 @@ class Compute:
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, wg: Any, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.wgmma, self.ping_pong = Wgmma(plan.interpret), ping_pong_barrier(plan, scratch)
-        self.k, self.v = plan.k.matrix(scratch["k_smem"]), plan.v.matrix(scratch["v_smem"])
-        self.q = plan.q.matrix(scratch["q_smem"]).at[wg]
+        self.k, self.v = plan.tiles.k.matrix(scratch["k_smem"]), plan.tiles.v.matrix(scratch["v_smem"])
+        self.q = plan.tiles.q.matrix(scratch["q_smem"]).at[wg]
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
@@ -113,7 +113,7 @@ class Compute:
         l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary)  # the factor is that of all steps
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
-        acc = (plgpu.layout_cast(jnp.zeros((64, plan.v.chunk), jnp.float32), TILE),) * plan.v.chunks
+        acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
         return acc, m, l, p.astype(plan.problem.dtype)
 
     def _step(self, i, carry, is_boundary):
@@ -168,13 +168,13 @@ class Compute:
 
         @pl.when(start + plan.config.block_kv > length)
         def _():
-            for row, column in itertools.product(range(0, plan.config.block_kv, 64), range(0, plan.v.chunk, 64)):
-                for chunk in range(plan.v.chunks):
+            for row, column in itertools.product(range(0, plan.config.block_kv, 64), range(0, plan.tiles.v.chunk, 64)):
+                for chunk in range(plan.tiles.v.chunks):
                     part = v.at[chunk, pl.ds(row, 64), pl.ds(column, 64)]
                     key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)
                     values = plgpu.load(part, layout=TILE)
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 
         plgpu.commit_smem()
-        for _chunk in range(plan.v.chunks):
+        for _chunk in range(plan.tiles.v.chunks):
             plgpu.barrier_arrive(self.scratch["v_ready"].at[slot])

@@ -37,13 +37,13 @@ def store(
     if plan.blocks.pairs:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
-    out_smem = plan.out.matrix(smem)
+    out_smem = plan.tiles.out.matrix(smem)
     for chunk, x in enumerate(times_rows(acc, factor)):
         out_smem[wg, chunk] = x.astype(plan.problem.dtype)
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()
     rows = pl.ds(t0, 64)
-    plan.out.store(plan.out.copied(smem).at[wg], gmem.out, block.b, rows, block.n)
+    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, block.b, rows, block.n)
     lse_rows = gmem.lse.at[block.b, block.n, rows]
     store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[wg], lse_rows)
     if plan.skips_steps or gmem.lse.shape[2] % plan.config.block_q == 0:

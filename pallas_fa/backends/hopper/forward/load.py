@@ -17,7 +17,7 @@ class Load:
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.gmem, self.scratch = plan, block, gmem, scratch
         self.kv_head = lax.div(block.n, plan.problem.group)
-        self.smem = {name: getattr(plan, name).copied(scratch[f"{name}_smem"]) for name in ("q", "k", "v")}
+        self.smem = {name: getattr(plan.tiles, name).copied(scratch[f"{name}_smem"]) for name in ("q", "k", "v")}
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps, steps that use streamed arrays)."""
@@ -51,14 +51,14 @@ class Load:
         pl.when(i > 0)(lambda: load_v(scratch["v_ready"].at[slot]))
 
     def _keys_or_values(self, name, rows, slot, ready):
-        tiles, gmem = getattr(self.plan, name), getattr(self.gmem, name)
+        tiles, gmem = getattr(self.plan.tiles, name), getattr(self.gmem, name)
         tiles.load(gmem, self.block.b, rows, self.kv_head, self.smem[name].at[slot], ready)
 
     def _queries(self):
         plan, block, ready = self.plan, self.block, self.scratch["q_ready"]
         for wg in range(plan.config.compute_wgs):
             rows = self._rows(wg)
-            plan.q.load(self.gmem.q, block.b, rows, block.n, self.smem["q"].at[wg], ready)
+            plan.tiles.q.load(self.gmem.q, block.b, rows, block.n, self.smem["q"].at[wg], ready)
             for a in plan.arrays.of_kind("column"):
                 source = self.gmem.arrays[a].at[(*plan.arrays[a].index(block.b, block.n), rows)]
                 plgpu.copy_gmem_to_smem(source, self.scratch[f"array{a}_smem"].at[wg], ready)
@@ -89,7 +89,7 @@ class Load:
 
 
 def wait_free(plan: ForwardPlan, step: Any, slot: Any, free: Any) -> None:
-    """Before a ring's slot is loaded again, waits until all compute warpgroups have released it."""
+    """Waits until all compute warpgroups have released a ring's slot, which is to be loaded again."""
     pl.when(step >= plan.config.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
 

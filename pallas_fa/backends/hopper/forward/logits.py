@@ -50,12 +50,12 @@ class Logits:
         return x, factor
 
     def array_slot(self, i: Any) -> Any:
-        """The slot of the rings of arrays that step i uses."""
+        """Returns the slot of the rings of arrays that step i uses."""
         step = self.block.arrays_done + work.array_steps(self.plan, self.steps, i)
         return lax.rem(jnp.asarray(step, jnp.int32), self.plan.config.stages)
 
     def scalars(self) -> dict[int, Any]:
-        """The arrays without positions, by number."""
+        """Returns the arrays without positions, by number."""
         return {a: self._scalar(a) for a in self.plan.arrays.of_kind("scalar")}
 
     def _scalar(self, a):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,33 +16,42 @@ from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan:
-    """All that is static in one kernel. `arrays`: those of score and mask; rows have one value per key.
+class OperandTiles(NamedTuple):
+    """How the tiles of each operand lie in shared memory."""
 
-    `visit_table`: CTAs read from a table which key blocks they visit, since the mask has arrays.
-    """
-
-    problem: Problem
-    config: ForwardConfig
-    arrays: KernelArrays
     q: Tiles
     k: Tiles
     v: Tiles
     out: Tiles
-    visit_table: bool
-    interpret: bool
 
-    @classmethod
-    def of(cls, problem: Problem, config: ForwardConfig, interpret: bool = False) -> "ForwardPlan":
-        """Returns the plan of a call with these tiles."""
-        T, S = problem.dims.T, problem.dims.S
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """All that is static in one kernel."""
+
+    problem: Problem
+    config: ForwardConfig
+    interpret: bool = False
+
+    @functools.cached_property
+    def tiles(self) -> OperandTiles:
+        """The tiles of the operands."""
+        problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
+        q, k, v, out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
-        arrays = KernelArrays.of(problem.score, problem.mask)
-        return cls(problem, config, arrays, q, k, v, out, bool(jax.tree.leaves(problem.mask)), interpret)
+        return OperandTiles(q, k, v, out)
+
+    @functools.cached_property
+    def arrays(self) -> KernelArrays:
+        """The arrays of score and mask; rows have one value per key."""
+        return KernelArrays.of(self.problem.score, self.problem.mask)
+
+    @property
+    def visit_table(self) -> bool:
+        """Whether CTAs read from a table which key blocks they visit, since the mask has arrays."""
+        return bool(jax.tree.leaves(self.problem.mask))
 
     @functools.cached_property
     def blocks(self) -> QueryBlocks:
@@ -80,7 +90,7 @@ class ForwardPlan:
     @property
     def separate_out(self) -> bool:
         """Whether the output has shared memory of its own, or takes that of the queries."""
-        return self.blocks.pairs > 0 or self.out != self.q
+        return self.blocks.pairs > 0 or self.tiles.out != self.tiles.q
 
     @property
     def score_streams(self) -> bool:

@@ -13,7 +13,7 @@ SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added u
 
 
 def scratch(plan: ForwardPlan) -> dict[str, Any]:
-    """Shared memory and barriers by name, in the order in which they lie in memory.
+    """Returns shared memory and barriers by name, in the order in which they lie in memory.
 
     `x_ready`: what is loaded to `x_smem` has arrived. `x_free`: nothing reads `x_smem` any more.
     """
@@ -21,7 +21,7 @@ def scratch(plan: ForwardPlan) -> dict[str, Any]:
 
 
 def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
-    """The part of `scratch` that a GPU needs too."""
+    """Returns the part of `scratch` that a GPU needs too."""
     c, has_pairs = plan.config, plan.blocks.pairs > 0
     ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
     scratch: dict[str, Any] = {}
@@ -34,27 +34,30 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         scratch["arrays_ready"] = ring(num_arrivals=copies)
     scratch["k_free"] = ring(num_arrivals=c.compute_wgs)
-    scratch["k_ready"] = ring(num_arrivals=plan.k.chunks)
-    scratch["k_smem"] = plan.k.scratch(c.stages, rows=c.block_kv)
+    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.chunks)
+    scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
     if plan.separate_out:
-        scratch["out_smem"] = plan.out.scratch(c.compute_wgs, rows=64)
+        scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     if has_pairs:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.q.chunks + len(columns)))
-    scratch["q_smem"] = plan.q.scratch(c.compute_wgs, rows=64)
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.chunks + len(columns)))
+    scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
-        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.v.chunks)
-    scratch["v_ready"] = ring(num_arrivals=plan.v.chunks)
-    scratch["v_smem"] = plan.v.scratch(c.stages, rows=c.block_kv)
+        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.chunks)
+    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.chunks)
+    scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
     return scratch
 
 
 def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:
-    """Barriers of ping-pong scheduling, if it is on: at barrier i, warpgroup i waits until the one before has issued."""
+    """Returns the barriers of ping-pong scheduling, if it is on.
+
+    At barrier i, warpgroup i waits until the one before has issued its matmuls.
+    """
     return numbered(_parties(plan), scratch).get("ping_pong")
 
 
