@@ -54,22 +54,22 @@ class Facts(NamedTuple):
 
 def test_the_first_row_that_applies_has_the_value():
     table = Table(
-        (
-            Row("short", "", dict(length=up_to(64))),
-            Row("middle", "", dict(length=Span(65, 128), masked=True)),
-            Row("long", "", dict(length=at_least(129))),
-            Row("other", ""),
-        )
+        "group/record",
+        Row("short", length=up_to(64)),
+        Row("middle", length=Span(65, 128), masked=True),
+        Row("long", length=at_least(129)),
+        Row("other"),
     )
     found = [table.find(Facts(length, masked)) for length in (64, 65, 128, 129) for masked in (True, False)]
     assert found == ["short", "short", "middle", "other", "middle", "other", "long", "long"]
+    assert Table("", Row("either", length={1, 3}), Row("other")).find(Facts(3, True)) == "either"
     with pytest.raises(AssertionError, match="everywhere"):
-        Table((Row("short", "", dict(length=up_to(64))),))
+        Table("group/record", Row("short", length=up_to(64)))
 
 
 def test_evidence_has_a_record():
     tables = [x for module in (forward_table, backward_table) for x in vars(module).values() if isinstance(x, Table)]
-    cited = {row.evidence for table in tables for row in table.rows}
+    cited = {row.evidence or table.evidence for table in tables for row in table.rows}
     for file in (ROOT / "pallas_fa").rglob("*.py"):
         cited |= set(re.findall(r"[Ee]vidence: ([a-z-]+/[a-z0-9-]+)", file.read_text(encoding="utf-8")))
     assert len(tables) == 8 and len(cited) > 20

@@ -5,8 +5,7 @@ The id of a record is its path in docs/decisions/ without the ending, such as `f
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +29,15 @@ def at_least(least: int) -> Span:
     return Span(least=least)
 
 
-class Row[V](NamedTuple):
-    """One row: its value, the id of the record that has the evidence, and where it applies.
+class Row:
+    """One row: a value, and where it applies.
 
-    `where`: conditions on facts, by name: a `Span` or a set that has the fact in it, or the fact itself.
+    `where`: conditions on facts, by name: a `Span` or a set that has the fact in it, or the fact itself. `evidence`: the id
+    of a record, where it is not the table's.
     """
 
-    value: V
-    evidence: str
-    where: Mapping[str, Any] = {}
+    def __init__(self, value: Any, evidence: str | None = None, **where: Any):
+        self.value, self.evidence, self.where = value, evidence, where
 
     def applies(self, facts: Any) -> bool:
         """Returns whether all conditions hold for `facts`, a NamedTuple."""
@@ -49,15 +48,16 @@ def _holds(condition, fact):
     return fact in condition if isinstance(condition, Span | set | frozenset) else fact == condition
 
 
-@dataclasses.dataclass(frozen=True)
-class Table[V]:
-    """Rows in order: the first that applies has the value. The last applies everywhere."""
+class Table:
+    """Rows in order: the first that applies has the value. The last applies everywhere.
 
-    rows: tuple[Row[V], ...]
+    `evidence`: the id of the record that the rows follow.
+    """
 
-    def __post_init__(self):
-        assert not self.rows[-1].where, "the last row must apply everywhere"
+    def __init__(self, evidence: str, *rows: Row):
+        assert not rows[-1].where, "the last row must apply everywhere"
+        self.evidence, self.rows = evidence, rows
 
-    def find(self, facts: Any) -> V:
+    def find(self, facts: Any) -> Any:
         """Returns the value for `facts`, a NamedTuple with a field for each condition of the rows."""
         return next(row.value for row in self.rows if row.applies(facts))

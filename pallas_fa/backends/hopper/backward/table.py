@@ -32,35 +32,31 @@ class Choice(NamedTuple):
     """Tiles to try, the best first: `tuned` ones, whose `options` have tables of their own, then `others` as they are."""
 
     tuned: tuple[BackwardConfig, ...]
-    options: Mapping[str, Table[Any]]
+    options: Mapping[str, Table]
     others: tuple[BackwardConfig, ...]
 
 
 _FUSED, _KEYS, _QUERIES = ("dk", "dv", "dq"), ("dk", "dv"), ("dq",)
-_H64 = dict(head_dim=up_to(64), value_dim=up_to(64))
-_H128 = dict(head_dim=up_to(128), value_dim=up_to(128))
-_H256 = dict(head_dim=up_to(256), value_dim=up_to(256))
+_H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
+_H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
+_H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 
 FIRST_STORE = Table(
-    (
-        Row(True, "backward/first-store", dict(visit_table=True)),
-        Row(True, "backward/first-store", dict(masked=False, length=up_to(2048))),
-        Row(True, "backward/first-store", dict(masked=True, length=up_to(8192))),
-        Row(False, "backward/first-store"),
-    )
+    "backward/first-store",
+    Row(True, visit_table=True),
+    Row(True, masked=False, length=up_to(2048)),
+    Row(True, masked=True, length=up_to(8192)),
+    Row(False),
 )
-STORE_WARPS = Table((Row(1, "backward/dq-store-warps", dict(visit_table=True)), Row(2, "backward/dq-store-warps")))
-STAGGER = Table((Row(2, "backward/stagger", dict(length=up_to(8192))), Row(7, "backward/stagger")))
+STORE_WARPS = Table("backward/dq-store-warps", Row(1, visit_table=True), Row(2))
+STAGGER = Table("backward/stagger", Row(2, length=up_to(8192)), Row(7))
 BY_TILE = Table(
-    (
-        Row(True, "backward/query-heads-by-tile", dict(group=at_least(8))),
-        Row(True, "backward/query-heads-by-tile", dict(group=at_least(4), length=at_least(4096))),
-        Row(False, "backward/query-heads-by-tile"),
-    )
+    "backward/query-heads-by-tile",
+    Row(True, group=at_least(8)),
+    Row(True, group=at_least(4), length=at_least(4096)),
+    Row(False),
 )
-L2_HEAD_GROUP = Table(
-    (Row(16, "backward/l2-head-grouping", dict(group=at_least(2))), Row(8, "backward/l2-head-grouping"))
-)
+L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(16, group=at_least(2)), Row(8))
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -88,22 +84,17 @@ _LARGE = (
 )
 
 TILES = Table(
-    (
-        Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), "backward/tiles", _H64 | dict(gives=_FUSED)),
-        Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), "backward/tiles", _H64),
-        Row(
-            Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)),
-            "backward/tiles",
-            _H128 | dict(gives=_QUERIES),
-        ),
-        Row(_NARROW, "backward/tiles", _H128 | dict(gives=_KEYS)),
-        Row(_NARROW, "backward/tiles", _H128 | dict(gives=_FUSED, head_dim=128)),
-        Row(Choice((), {}, _SMALL), "backward/tiles", _H128 | dict(gives=_FUSED)),
-        # Past 128, only one gradient of a pass fits a warpgroup's registers.
-        Row(Choice((), {}, ()), "backward/one-fused-kernel", dict(gives={_FUSED, _KEYS})),
-        Row(Choice((), {}, _LARGE), "backward/tiles", _H256),
-        Row(Choice((), {}, ()), "backward/tiles"),
-    )
+    "backward/tiles",
+    Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), **_H64, gives=_FUSED),
+    Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
+    Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
+    Row(_NARROW, **_H128, gives=_KEYS),
+    Row(_NARROW, head_dim=128, value_dim=up_to(128), gives=_FUSED),
+    Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
+    # Past 128, only one gradient of a pass fits a warpgroup's registers.
+    Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
+    Row(Choice((), {}, _LARGE), **_H256),
+    Row(Choice((), {}, ())),
 )
 
 

@@ -60,7 +60,8 @@ class ForwardPlan:
         is_masked = self.problem.mask is not None
         # Under most masks the first queries see the fewest keys, so rows that a block lacks cost least there.
         # Evidence: forward/front-padding-rows.
-        front_padding = -(-(-T // 64) * 64) % c.block_q if is_masked and self.skips_steps else 0
+        rows = -(-T // 64) * 64  # of whole warpgroups
+        front_padding = -rows % c.block_q if is_masked and self.skips_steps else 0
         return QueryBlocks(T, c.block_q, c.q_block_pairs if T > c.block_q else 0, front_padding, last_first=is_masked)
 
     @functools.cached_property

@@ -22,7 +22,7 @@ def scratch(plan: ForwardPlan) -> dict[str, Any]:
 
 def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
-    c, has_pairs = plan.config, plan.blocks.pairs > 0
+    c = plan.config
     ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
     scratch: dict[str, Any] = {}
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
@@ -41,7 +41,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
-    if has_pairs:
+    if plan.blocks.pairs:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.chunks + len(columns)))
     scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)

@@ -1,7 +1,7 @@
 """The table of the forward kernel's tiles."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.tables import Row, Span, Table, up_to
@@ -31,9 +31,9 @@ class ForwardFacts(NamedTuple):
     packed: bool
 
 
-_H64 = dict(head_dim=up_to(64), value_dim=up_to(64))
-_H128 = dict(head_dim=up_to(128), value_dim=up_to(128))
-_H192 = dict(head_dim=up_to(192), value_dim=up_to(128))
+_H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
+_H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
+_H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
 
 
@@ -45,50 +45,39 @@ def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
 
 # The tiles to try, the best first. The first of them takes as many pairs of query blocks as the next table says.
 TILES = Table(
-    (
-        Row(
-            (ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL),
-            "forward/tiles",
-            _H64 | dict(packed=True),
+    "forward/tiles",
+    Row((ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL), **_H64, packed=True),
+    Row(
+        (
+            ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
+            ForwardConfig(2, ping_pong=True),
+            *_SMALL,
         ),
-        Row(
-            (
-                ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
-                ForwardConfig(2, ping_pong=True),
-                *_SMALL,
-            ),
-            "forward/tiles",
-            _H64,
-        ),
-        Row(
-            _two_warpgroups(q_in_registers=True, l2_head_group=1),
-            "forward/queries-in-registers",
-            _H128 | dict(uniform=True, visit_table=True),
-        ),
-        Row(
-            _two_warpgroups(q_in_registers=True, l2_head_group=8),
-            "forward/queries-in-registers",
-            _H128 | dict(uniform=True),
-        ),
-        Row(
-            _two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", _H192 | dict(visit_table=True)
-        ),
-        Row(_two_warpgroups(ping_pong=True, l2_head_group=8), "forward/tiles", _H192),
-        Row(_SMALL, "forward/tiles"),
-    )
+        **_H64,
+    ),
+    Row(
+        _two_warpgroups(q_in_registers=True, l2_head_group=1),
+        "forward/queries-in-registers",
+        **_H128,
+        uniform=True,
+        visit_table=True,
+    ),
+    Row(_two_warpgroups(q_in_registers=True, l2_head_group=8), "forward/queries-in-registers", **_H128, uniform=True),
+    Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
+    Row(_two_warpgroups(ping_pong=True, l2_head_group=8), **_H192),
+    Row(_SMALL),
 )
 
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
 PAIRS = Table(
-    (
-        Row((4, 2, 1, 0), "forward/q-blocks-per-cta", _H64 | dict(packed=True)),
-        Row((3, 0), "forward/q-blocks-per-cta", _H64 | dict(length=Span(961, 1024), uniform=False, visit_table=False)),
-        Row((0,), "forward/q-blocks-per-cta", _H64),
-        Row((4, 2, 1, 0), "forward/q-blocks-per-cta", _H192 | dict(visit_table=True)),
-        Row((1, 0), "forward/q-blocks-per-cta", _H192 | dict(uniform=True, length=up_to(8192))),
-        Row((2, 1, 0), "forward/q-blocks-per-cta", _H192 | dict(uniform=False, length=up_to(2048))),
-        Row((0,), "forward/q-blocks-per-cta"),
-    )
+    "forward/q-blocks-per-cta",
+    Row((4, 2, 1, 0), **_H64, packed=True),
+    Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
+    Row((0,), **_H64),
+    Row((4, 2, 1, 0), **_H192, visit_table=True),
+    Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
+    Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
+    Row((0,)),
 )
 
 
