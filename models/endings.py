@@ -42,8 +42,6 @@ def explain(error: BaseException, out: Path | None) -> tuple[int, str] | None:
         return FAILED, f"error: out of memory. Lower --batch, --context or --size (in a new run). {saved}"
     if isinstance(error, OSError) and error.filename is not None:
         return FAILED, f"error: {str(error.filename)!r}: {error.strerror}. {saved}"
-    if "Unable to initialize backend" in str(error):  # JAX has no type of its own for it
-        return FAILED, f"error: JAX can't use the devices that it was told to use: {error}"
     return None
 
 

@@ -32,7 +32,7 @@ def check_new(out: Path) -> None:
             f"--out={str(out)!r} holds a run already, with a checkpoint at step {steps[-1]}; nothing is ever "
             "written over: add --resume to continue it, or choose another --out."
         )
-    if (out / RECORD).exists():  # written before all else that a run leaves
+    if any((out / name).exists() and (out / name).stat().st_size for name in (RECORD, METRICS)):
         left = [str(out / name) for name in (RECORD, METRICS, CHECKPOINTS) if (out / name).exists()]
         raise UsageError(
             f"--out={str(out)!r} holds a run that ended before its first checkpoint, so that there is nothing to "

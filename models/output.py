@@ -24,7 +24,7 @@ def prepare_output() -> None:
     """Prints what the terminal has no character for as \\x.., and keeps what Orbax logs off the screen.
 
     Of a failed read or write Orbax logs pages of traceback, and then each of tensorstore's threads finds the event loop
-    closed that it was to report to. `models.endings` says it in two lines.
+    closed that it was to report to. `models.endings` says it in one line.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # None where the shell closed it, with >&-
@@ -41,8 +41,10 @@ def prepare_output() -> None:
 
 
 def print_error(message: str) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal
-        print(message, file=sys.stderr, flush=True)
+    """Prints `message` to the standard error, if there is one and somebody may read it."""
+    with contextlib.suppress(OSError):
+        if message:
+            print(message, file=sys.stderr, flush=True)
 
 
 def finish_output() -> None:

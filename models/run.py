@@ -42,6 +42,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]
 def run(settings: Settings) -> None:
     """The whole run, in `settings.out`."""
     started = time.monotonic()
+    check_devices()
     task = make_task(settings)
     attention = explain_attention(settings, task)
     make_folder(settings.out)
@@ -85,7 +86,19 @@ def run_task(settings: Settings, task: Task, attention: str) -> None:
         print("\n" + "; ".join([*results, f"the curve is {picture}"]) + ".")
 
 
+def check_devices() -> None:
+    """Starts JAX. Raises UsageError if it can't use what JAX_PLATFORMS names."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an assertion, without words, if jaxlib is not built for it
+        raise UsageError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms!r}: JAX can't use such devices here ({str(error) or 'not built in'}); "
+            "unset it to use those that there are, or install JAX for them."
+        ) from error
+
+
 def check_data(settings: Settings, task: Task) -> None:
+    """Raises UsageError if a resumed run would read other data than those that it was started on."""
     if read_record(settings.out)["data_digest"] != task.data_digest():
         raise UsageError(
             f"--data={settings.data!r} no longer holds the text that the run in --out={str(settings.out)!r} was "

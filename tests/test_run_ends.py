@@ -307,7 +307,6 @@ def test_a_batch_that_no_memory_holds(folder, tmp_path):
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 1, "error: out of memory. Lower --batch"),
         (MemoryError(), 1, "error: out of memory. Lower --batch"),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), 1, "error: 'a/b': Permission denied. No check"),
-        (RuntimeError("Unable to initialize backend 'cuda': no"), 1, "error: JAX can't use the devices"),
         (ModuleNotFoundError("No module named 'tqdm'"), 1, "No module named 'tqdm'; install what training needs: pip"),
     ],
 )
@@ -315,6 +314,15 @@ def test_what_is_said_of_an_error(error, status, words, tmp_path):
     explained = explain(error, tmp_path)
     assert explained is not None and explained[0] == status
     assert words in explained[1] and "\n" not in explained[1].strip()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend 'cuda': no"), AssertionError()])
+def test_devices_that_are_not_there(folder, tmp_path, monkeypatch, capsys, error):
+    monkeypatch.setattr(jax, "devices", fail(error))
+    assert train.main(arguments(folder, tmp_path / "run")) == 2
+    err = capsys.readouterr().err
+    assert f"JAX can't use such devices here ({str(error) or 'not built in'}); unset it" in err
+    assert "JAX_PLATFORMS=" in err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("files: RESOURCE_EXHAUSTED"), OSError("no file")])
