@@ -1,6 +1,6 @@
 """Joins a forward and its tangents to a function that JAX differentiates in forward mode, and in reverse by transposing.
 
-`forward_mode=True` selects it. JAX takes one rule per function, forward or reverse; vjp.py has the other.
+`forward_mode=True` selects it. JAX takes one rule per function, forward or reverse; vjp.py has the reverse rule.
 """
 
 import functools

@@ -30,7 +30,7 @@ class Choice:
     Attributes:
       backend: runs the forward.
       gradients: runs the backward.
-      elsewhere: runs both where these two don't: on other platforms than theirs; None to raise there.
+      elsewhere: runs both on platforms for which these two do not lower; None to raise there.
     """
 
     backend: Backend

@@ -106,7 +106,7 @@ def all_to_all_attention(
     N, K = local.dims.N, local.K
     if N % size:
         raise ValueError(
-            f"query has N={N} heads, which the {size} devices along axis_name={axis_name!r} cannot share evenly:"
+            f"query has N={N} heads, which the {size} devices along axis_name={axis_name!r} do not divide:"
             " all_to_all_attention gives each device the same number of heads. Use ring_attention, or a smaller axis."
         )
     checks.require_blocks(local.dims, size, placement)

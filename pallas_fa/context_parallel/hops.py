@@ -1,8 +1,8 @@
 """Ring attention: queries stay, and keys and values travel round the devices of a ring (Liu et al., arXiv 2310.01889).
 
 In each hop a device attends to the keys that it holds, while they travel on to the next device. Partial results merge by
-their log-sum-exp. In the backward the sums of key and value gradients travel with the keys: given the log-sum-exp of whole
-rows, each hop adds its terms to every gradient.
+their log-sum-exp. In the backward each hop recomputes its probabilities from the log-sum-exp of whole rows, and adds to all
+gradients; the sums of key and value gradients travel with the keys.
 
 A shard consists of contiguous blocks (placement.py). A hop computes each pair of a query block and a key block as a problem
 of its own, with the mask and score at the blocks' global positions. Pairs that the mask rules out are skipped at run time.

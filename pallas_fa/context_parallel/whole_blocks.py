@@ -1,9 +1,9 @@
 """Hops of a ring in which whole query blocks attend to whole key blocks: no mask, or a causal one in zigzag placement.
 
-The first hop, to a device's own keys, takes the causal mask of the shard as it is stored, since its second block lies later
-in the sequence than its first. In later hops, both query blocks attend to the first of two key blocks from an earlier
-device; only the second query block attends to key blocks from a later device, and to both. Either way that is half of a
-full problem, which one kernel computes without testing single logits.
+In the first hop a device attends to its own keys. Its second block comes later in the sequence than its first, so an
+ordinary causal mask of the shard is right. In later hops, both query blocks attend to the first key block of an earlier
+device, or the second query block attends to both key blocks of a later device. Either is half of a full problem, which one
+kernel computes without testing single logits.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _UNROLLED = 4
 
 
 def applies(ring: Ring, operands: Operands) -> bool:
-    """Tells whether all hops of `ring` are of this kind."""
+    """Returns whether all hops of `ring` are of this kind."""
     score, mask = operands.score, operands.mask
     if score is not None and not isinstance(score, scores.SoftCap):  # it may depend on positions
         return False
@@ -97,9 +97,8 @@ def backward(ring: Ring, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[
     if ring.size == 1:
         return gradients(operands, lse)
     later_hop = lambda hop, keys, lse: gradients(_later_operands(ring, operands, hop, keys), lse)
-    # A device's own keys come last: while they are computed, the gradient sums that other devices hold travel home. While
-    # the first exchange of keys runs, nothing here is computed; what precedes the backward may hide it.
-    # Decision record: context-parallel/own-keys-last.
+    # A device's own keys come last: under their gradients, the sums for other devices' keys travel home. Nothing here hides
+    # the first exchange of keys, but work before the backward may. Decision record: context-parallel/own-keys-last.
     keys, unbundle_keys = bundle(own_keys)
     d_q, d_keys = _later_hops(ring, ring.rotate(keys), unbundle_keys, lse, later_hop)
     sums, unbundle = bundle(d_keys)

@@ -40,7 +40,7 @@ class Mask(Node):
         """Returns which positions are allowed: bool, broadcast over the indices and the mask's (sliced) arrays.
 
         Args:
-          b: batch entries, global indices as an integer array; the four broadcast against each other.
+          b: batch entries, global indices as an integer array; all four broadcast against each other.
           n: query heads.
           t: query positions.
           s: key positions.

@@ -45,5 +45,5 @@ class Dense(Mask):
         return tile_ranges.first_run(*self._reduce(jnp.all, 3, s_lo, s_hi))
 
     def _reduce(self, reduce, axis, lo, hi):
-        """Reduces the array over each tile [lo, hi) of `axis` and each block of the other axis; returns `blocks`."""
-        return tile_ranges.blocks(tile_ranges.reduce_tiles(self.array, axis, lo, hi, reduce), 5 - axis, reduce)
+        """Reduces the array over each tile [lo, hi) of `axis` and each block of the other axis; returns `reduce_blocks`."""
+        return tile_ranges.reduce_blocks(tile_ranges.reduce_tiles(self.array, axis, lo, hi, reduce), 5 - axis, reduce)

@@ -45,7 +45,7 @@ def _regular_tile(lo, hi, size):
     return tile if np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size)) else 0
 
 
-def blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[Any, int]:
+def reduce_blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[Any, int]:
     """Reduces each block of `x` along `axis` to one value, and moves that axis last.
 
     Args:
@@ -69,11 +69,11 @@ def range_of_shared_ids(ids: Any, axis: int, lo: Any, hi: Any, others: Any, othe
     """Finds, for each tile of `ids`, a range of `others` outside which none of the tile's ids occurs.
 
     Args:
-      ids: int [B|1, 1, T|1, S|1].
+      ids: int [B|1, N|1, T|1, S|1].
       axis: the axis that `ids` spans.
       lo: starts of the tiles, an int or NumPy ints [tiles].
       hi: ends of the tiles.
-      others: the ids of the other sequence, int [B|1, 1, T|1, S|1].
+      others: the ids of the other sequence, int [B|1, N|1, T|1, S|1].
       other_axis: the axis that `others` spans.
     """
     answer = lambda lo, hi: hull(*_may_share_ids(ids, axis, lo, hi, others, other_axis))
@@ -84,11 +84,11 @@ def range_of_one_id(ids: Any, axis: int, lo: Any, hi: Any, others: Any, other_ax
     """Finds, for each tile of `ids`, a range of `others` in which all ids equal all ids of the tile.
 
     Args:
-      ids: int [B|1, 1, T|1, S|1].
+      ids: int [B|1, N|1, T|1, S|1].
       axis: the axis that `ids` spans.
       lo: starts of the tiles, an int or NumPy ints [tiles].
       hi: ends of the tiles.
-      others: the ids of the other sequence, int [B|1, 1, T|1, S|1].
+      others: the ids of the other sequence, int [B|1, N|1, T|1, S|1].
       other_axis: the axis that `others` spans.
     """
     answer = lambda lo, hi: first_run(*_have_one_id(ids, axis, lo, hi, others, other_axis))
@@ -143,13 +143,15 @@ def _reduce_both(reduce, ids, axis, lo, hi, others, other_axis):
     """Returns `reduce` of each tile of `ids` and of each block of `others`, and the block size."""
     tiles = reduce_tiles(ids, axis, lo, hi, reduce)
     tiles = tiles if axis == 2 else jnp.swapaxes(tiles, 2, 3)
-    return tiles, *blocks(others, other_axis, reduce, _id_block(others.shape[other_axis]))
+    return tiles, *reduce_blocks(others, other_axis, reduce, _id_block(others.shape[other_axis]))
 
 
 def hull(hit: Any, block: int) -> tuple[Any, Any]:
-    """Returns [lo, hi) from the first to the last block that is hit.
+    """Returns [lo, hi) from the first to the last block where `hit` is True.
 
-    `hit` and `block` come from `blocks`: bool [B|1, N|1, tiles, blocks], and the block size.
+    Args:
+      hit: bool [B|1, N|1, tiles, blocks].
+      block: the block size; 0 if the one block stands for the whole axis.
     """
     if not block:
         return -UNBOUNDED, jnp.where(hit[..., 0], UNBOUNDED, -UNBOUNDED)
@@ -159,7 +161,7 @@ def hull(hit: Any, block: int) -> tuple[Any, Any]:
 
 
 def first_run(hit: Any, block: int) -> tuple[Any, Any]:
-    """Returns [lo, hi) of the first unbroken run of blocks that are hit; arguments as in `hull`."""
+    """Returns [lo, hi) of the first unbroken run of blocks where `hit` is True; arguments as in `hull`."""
     if not block:
         return -UNBOUNDED, jnp.where(hit[..., 0], UNBOUNDED, -UNBOUNDED)
     index, count = _index(hit), hit.shape[-1]

@@ -41,9 +41,8 @@ class Dims:
 
         Args:
           name: what error messages call `x`.
-          x: an array whose dims are `letters`, its batch dims present or absent; or one with all dims, broadcastable to
-            [*batch, N, T, S].
-          letters: the dims of `x`, such as "BT".
+          x: an array whose dims are `letters`; or one with all dims, broadcastable to [*batch, N, T, S].
+          letters: the dims of `x`: "BT" is [*batch, T], or [T] for the whole batch.
         """
         nb, inner = len(self.batch), letters.replace("B", "")
         if x.ndim == nb + 3:
@@ -66,7 +65,7 @@ class Dims:
 
     def _flatten_batch(self, x: Any) -> Any:
         batch, rest = x.shape[:-3], x.shape[-3:]
-        if math.prod(batch) not in (1, self.B):  # broadcast along some batch dims only: one flat dim can't say that
+        if math.prod(batch) not in (1, self.B):  # broadcast along some batch dims only: a flat dim can't express that
             x = jnp.broadcast_to(x, self.batch + rest)
         return x.reshape((math.prod(x.shape[:-3]), *rest))
 
@@ -87,7 +86,7 @@ def _alignment_advice(name, shape, full):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDims(Dims):
-    """Sizes of a whole problem, of whose T queries the arrays of masks and scores hold the `rows` of one device."""
+    """Sizes of a whole problem, where arrays of masks and scores have `rows` of the T queries: those of one device."""
 
     rows: int
 

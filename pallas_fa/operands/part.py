@@ -58,12 +58,12 @@ def _as_bound(x):
 
 @dataclasses.dataclass(frozen=True)
 class AtGlobalIndices:
-    """Calls a custom function with global indices, where a part of the problem passes its own.
+    """Wraps the function of a custom mask or score, so that a part of a problem calls it with global indices.
 
-    Called as (*logit, b, n, t, s, *origin, *arrays): `origin` are the part's four start indices.
+    It is called as (*logit, b, n, t, s, *origin, *arrays), with the indices of the part, and its origin.
 
     Attributes:
-      fn: the function of a custom mask or score.
+      fn: the function.
       leading: how many arguments precede the indices: 0 for a mask, 1 for a score (the logit).
     """
 

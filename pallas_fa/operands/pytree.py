@@ -15,17 +15,17 @@ import numpy as np
 
 
 def is_array(x: Any) -> bool:
-    """Tells whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
+    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_static_number(x: Any) -> bool:
-    """Tells whether `x` is a Python or NumPy scalar, hence known while tracing."""
+    """Returns whether `x` is a Python or NumPy scalar, which is known while tracing."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
 def is_static_int(x: Any) -> bool:
-    """Tells whether `x` is a Python or NumPy scalar of integer value."""
+    """Returns whether `x` is a Python or NumPy scalar of integer value."""
     return is_static_number(x) and math.isfinite(x) and x == int(x)
 
 

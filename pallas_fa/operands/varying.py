@@ -1,6 +1,6 @@
-"""Which mesh axes an array varies over inside `jax.shard_map`, where types say so and JAX checks them.
+"""Handles the mesh axes that arrays vary over inside `jax.shard_map`, where JAX records them in types and checks them.
 
-Attention makes all its arrays vary over the same axes. Then JAX sums the gradient of a replicated array, such as a bias,
+Attention makes all its arrays vary over the same axes. JAX then sums the gradient of a replicated array, such as a bias,
 over the axes that the others vary over. The loops and kernels inside run without these checks.
 """
 
@@ -36,7 +36,7 @@ def without_checks(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_replicated(x: Any, axis_name: str) -> bool:
-    """Tells whether JAX's types prove that `x` is replicated along a mesh axis; False where nothing is checked."""
+    """Returns whether JAX's types prove that `x` is replicated along a mesh axis; False where nothing is checked."""
     checked = axis_name in _varying_axes(lax.axis_index(axis_name))
     return checked and axis_name not in _varying_axes(x)
 
@@ -47,8 +47,8 @@ def _varying_axes(tree: Any) -> frozenset[str]:
 
 
 def _drop_varying(x):
-    # Without checks, arguments are still typed as varying, but results of operations are not, and the types of a
-    # primal and its derivative would differ. Results of this operation, which is free, are not.
+    # Without checks, arguments keep their varying types but results of operations have none, so that the types of a primal
+    # and its derivative would differ. This operation costs nothing, and its result has no varying type.
     return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 

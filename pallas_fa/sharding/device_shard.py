@@ -1,4 +1,4 @@
-"""`DeviceShard`: what one device computes of sharded attention: its batch entries, query heads and queries, with all keys.
+"""`DeviceShard`: the batch entries, query heads and queries of sharded attention that one device computes, with all keys.
 
 Each dim of an array has a letter: B, T, S, N, K as everywhere, H and V the head dims of keys and values. "_" is a dim that
 is never sharded, such as a broadcast one. Lower-case letters are dims that `jax.vmap` maps.
@@ -91,7 +91,7 @@ class DeviceShard:
         part = Part((start["B"], start["N"], start["T"], 0), (size["B"], size["N"], size["T"], dims.S))
         score, mask = (x if x is None else x.moved(part) for x in (operands.score, operands.mask))
         k, v, heads = operands.k, operands.v, None
-        if axes["K"] != axes["N"]:  # the shard of the keys has more heads than its query heads read: take those
+        if axes["K"] != axes["N"]:  # this device holds key heads that its query heads do not read
             run_length = math.gcd(problem.group, size["N"])  # consecutive query heads that read one key head
             heads = (start["N"] + run_length * jnp.arange(size["N"] // run_length)) // problem.group - start["K"]
             k, v = (jnp.take(x, heads, axis=2, mode="clip") for x in (k, v))  # all are in range

@@ -21,8 +21,8 @@ def complete_mesh(mesh: Mesh, context: AbstractMesh, sharding: Sharding, ndim: i
     """Returns a mesh that names the axes of a program.
 
     Args:
-      mesh: returned as it is, unless it is empty: no argument of the program names a mesh then.
-      context: the mesh of `jax.set_mesh`, whose axes are taken instead; if it is empty, too, one axis has all devices.
+      mesh: that of the program's arguments, returned unless it is empty, as where no argument has a mesh.
+      context: the mesh of `jax.set_mesh`, whose axes are the second choice. If it is empty, too, one axis has all devices.
       sharding: that of an array of the program; gives the devices in their order.
       ndim: the number of dims of that array.
     """

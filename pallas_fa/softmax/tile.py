@@ -1,6 +1,6 @@
 """The maths between the two matmuls, for one tile of logits, in plain jnp.
 
-Logits are [..., t, s] and row statistics [..., t], with any leading dims.
+Logits are [..., t, s] and row statistics [..., t], with any leading dims. An empty row is a query that attends to nothing.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
       x: scaled logits [B, N, t, s], float32 (float64 for float64 inputs).
       score: a bound score that holds the slices of its arrays for this tile, or None.
       mask: a bound mask, likewise, or None.
-      b: batch entries, int32, broadcastable to x; so are the other indices.
+      b: batch entries, int32, broadcastable to x; so are the next three.
       n: query heads.
       t: query positions.
       s: key positions.
@@ -46,7 +46,7 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
 
 
 def softmax(x: Any) -> tuple[Any, Any]:
-    """Returns (probabilities, log-sum-exp) of whole rows: 0 and -inf for empty rows. Differentiable to any order."""
+    """Returns (probabilities, log-sum-exp) of complete rows: 0 and -inf for empty ones. Differentiable to any order."""
     top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
     p = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
     total = jnp.sum(p, axis=-1, keepdims=True)

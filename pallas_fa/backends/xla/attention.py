@@ -28,7 +28,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     if 0 in (B, T, N, problem.dims.S):
         return start  # every row is empty; a chunk of size 0 would divide by 0
     q, k, v = prepare(problem, operands)
-    queries, keys = chunks.of_problem(problem)
+    queries, keys = chunks.split_axes(problem)
     visited = chunks.visits(mask, "kv_range", queries, keys)
 
     def q_step(i, outputs):
@@ -75,7 +75,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     delta = jnp.where(lse == -jnp.inf, 0, delta)  # empty rows, where d_lse may be anything
     d_out = d_out.astype(matmul_dtype(problem))
     q, k, v = prepare(problem, operands)
-    queries, keys = chunks.of_problem(problem)
+    queries, keys = chunks.split_axes(problem)
     visited = chunks.visits(mask, "q_range", keys, queries)
 
     def kv_step(j, carry):

@@ -108,7 +108,7 @@ class Chunks:
         return jnp.concatenate([before, last], axis)
 
 
-def of_problem(problem: Problem) -> tuple[Chunks, Chunks]:
+def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     """Returns the query and key axes in chunks. Tiles are square, but long along one axis where the other is short."""
     B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)

@@ -59,7 +59,7 @@ def _weighted_sums(problem, operands, lse):
     """Returns the sums over key chunks of w_j out_j [B, T, N, Hv], which is out, and of w_j [B, T, N], which is 1."""
     q, k, v, score, mask = operands
     lengths = lengths_of(mask)
-    queries, keys = chunks.of_problem(problem)
+    queries, keys = chunks.split_axes(problem)
     visited = chunks.visits(mask, "kv_range", queries, keys)
 
     def tile_terms(i, j, operands):
