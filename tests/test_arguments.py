@@ -40,6 +40,7 @@ def test_each_argument_is_documented_once():
     doc = pallas_fa.dot_product_attention.__doc__
     for name in inspect.signature(pallas_fa.dot_product_attention).parameters:
         assert doc.count(f"\n      {name}: ") == 1, name
+        assert (ROOT / "docs" / "arguments.md").read_text().count(f"\n| `{name}` | ") == 1, name
 
 
 @pytest.mark.parametrize("function", (pallas_fa.dot_product_attention, pallas_fa.explain, pallas_fa.nn.attention_fn))
