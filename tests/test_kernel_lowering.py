@@ -165,7 +165,6 @@ def test_the_operations_said_to_lower_do():
     [
         ({"score": scores.Custom(lambda x, b, n, t, s: jnp.floor(x))}, "floor"),
         ({"mask": masks.Custom(lambda b, n, t, s: jnp.isfinite(t * 1.0))}, "is_finite"),
-        ({"score": scores.Custom(lambda x, b, n, t, s: x + jnp.arange(64.0))}, "iota"),
         ({"config": 3}, "config.Config"),
     ],
 )

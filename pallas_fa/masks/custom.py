@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa.masks.base import EVERYTHING, Mask
-from pallas_fa.operands import closure, elementwise
 from pallas_fa.operands.part import AtGlobalIndices
 from pallas_fa.operands.pytree import is_array
 
@@ -40,6 +39,8 @@ class Custom(Mask):
         object.__setattr__(self, "ranges", ranges)
 
     def bind(self, dims, lengths):
+        from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
+
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=False)
         if dtype != jnp.bool_:

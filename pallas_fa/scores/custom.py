@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands import closure, elementwise
 from pallas_fa.operands.part import AtGlobalIndices
 from pallas_fa.operands.pytree import is_array
 from pallas_fa.scores.base import Score
@@ -34,6 +33,8 @@ class Custom(Score):
         object.__setattr__(self, "arrays", tuple(x if is_array(x) else jnp.asarray(x) for x in arrays))
 
     def bind(self, dims):
+        from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
+
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=True)
         if not jnp.issubdtype(dtype, jnp.floating):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.record import NO_DROPOUT, Support
-from pallas_fa.operands import closure
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
@@ -55,6 +54,7 @@ def _config_reason(problem):
 
 def _functions_reason(problem):
     from pallas_fa.backends.gpu import elementwise
+    from pallas_fa.operands import closure
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     tile = jax.ShapeDtypeStruct((64, 64), jnp.int32)
