@@ -9,14 +9,14 @@ READY := $(VENV)/.ready
 ARGS :=
 
 # pytest runs one worker per core, so the other thread pools of a worker get one thread.
-test smoke newest: export OMP_NUM_THREADS = 1
-test smoke newest: export OPENBLAS_NUM_THREADS = 1
+test test-full smoke newest coverage: export OMP_NUM_THREADS = 1
+test test-full smoke newest coverage: export OPENBLAS_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test smoke newest lint format bench clean
+.PHONY: help setup train test test-full coverage smoke newest lint format bench results clean
 
 help: ## List the targets
-	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make the development environment in .venv
 
@@ -28,8 +28,14 @@ $(READY): pyproject.toml constraints.txt
 train: setup ## Train the tiny GPT on text found on this machine
 	$(PY) -m models.train --size tiny $(ARGS)
 
-test: lint ## Run the lint checks and every test that needs no GPU
-	$(PY) -m pytest -n logical -m 'not gpu' $(ARGS)
+test: lint ## Run the lint checks, and tests that see every behaviour once (8 minutes on two cores)
+	$(PY) -m pytest -n logical -m 'not gpu and not full' $(ARGS)
+
+test-full: setup ## Run what `make test` leaves out: the whole tables
+	$(PY) -m pytest -n logical -m 'full and not gpu' $(ARGS)
+
+coverage: setup ## Run all tests that need no GPU, and print which lines and branches of pallas_fa/ they reach
+	$(PY) -m pytest -n logical -m 'not gpu' --cov=pallas_fa --cov-branch --cov-report=term $(ARGS)
 
 smoke: setup ## Run the short tests only
 	$(PY) -m pytest -n logical -m 'smoke and not gpu' $(ARGS)
@@ -41,10 +47,11 @@ newest: ## Run the short tests on the newest JAX and its company, in .venv-newes
 		print("Python", sys.version.split()[0], *(f"{p} {version(p)}" for p in ("jax", "jaxlib", "flax", "numpy")))'
 	$(NEWEST)/bin/python -m pytest -n logical -m 'smoke and not gpu' -W default::DeprecationWarning $(ARGS)
 
-lint: setup ## Check format, style and types
+lint: setup ## Check format, style, types, and who imports whom
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright
+	$(VENV)/bin/lint-imports
 
 format: setup ## Format, and repair what ruff can
 	$(PY) -m ruff check --fix .
@@ -52,6 +59,10 @@ format: setup ## Format, and repair what ruff can
 
 bench: setup ## Measure this machine, and plot
 	$(PY) -m benchmarks.run $(ARGS)
+
+results: setup ## Draw the rows that are kept, and write docs/results.md from them
+	$(PY) -m benchmarks.plot
+	$(PY) -m benchmarks.report
 
 clean: ## Remove the environments and caches; what training wrote stays
 	rm -rf $(VENV) $(NEWEST) build dist .hypothesis .pytest_cache .ruff_cache

@@ -15,7 +15,12 @@ import jax.numpy as jnp
 
 from benchmarks.workloads import Workload
 
-LIBRARIES = ("pallas_fa", "jax.nn", "tokamax")
+# Backends by library: those that `implementation=` of its function takes. Our own library is asked.
+BACKENDS = {
+    "pallas_fa": (),
+    "jax.nn": ("None", "cudnn", "xla"),
+    "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
+}
 MASK_FORMS = ("dense", "bias")
 FORMS = ("", *MASK_FORMS, "deterministic")
 
@@ -80,17 +85,43 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    known = library in LIBRARIES and form in FORMS and (form != "deterministic" or library == "pallas_fa")
+    known = library in BACKENDS and form in FORMS and (form != "deterministic" or library == "pallas_fa")
     if not known or not backend:
         raise ValueError(
-            f"{name=} is not library:backend[+form] with a library of {LIBRARIES} and a form of {FORMS[1:]}, the"
-            " last for pallas_fa alone. Write, for example, pallas_fa:xla or jax.nn:cudnn+dense."
+            f"{name!r} is not library:backend[+form] with a library of {', '.join(BACKENDS)} and a form of"
+            f" {', '.join(FORMS[1:])}, the last for pallas_fa alone. Write, for example, pallas_fa:xla or"
+            " jax.nn:cudnn+dense."
         )
+    if library == "pallas_fa":
+        _check_ours(name, backend)
+    elif backend not in BACKENDS[library]:
+        raise ValueError(f"{name!r}: {backend!r} is not known. Of {library} are known {', '.join(BACKENDS[library])}.")
     return Implementation(library, None if backend == "None" else backend, form)
+
+
+def available(name: str) -> Implementation:
+    """The implementation called `name`, of a library that is installed here."""
+    found = parse(name)
+    if not installed(found.library):
+        raise ValueError(f"{name!r}: {found.library} is not installed here. Install it, or name others.")
+    return found
 
 
 def installed(library: str) -> bool:
     return library != "tokamax" or importlib.util.find_spec("tokamax") is not None
+
+
+def _check_ours(name: str, backend: str) -> None:
+    """Raises ValueError, with the names that the library knows, where `backend` is none of them."""
+    if backend == "None":
+        return
+    import pallas_fa
+
+    x = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.float32)
+    try:
+        pallas_fa.explain(x, x, x, implementation=backend)
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
 
 
 def _function(library) -> Any:

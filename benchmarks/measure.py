@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -47,6 +47,9 @@ class Compiled:
             self._compile()
         except Exception as error:  # whatever a library raises is this row's result
             self.error = error_text(error)
+
+    def end(self) -> None:
+        """Lets go of what the last call left on the devices."""
 
     def _compile(self) -> None:
         raise NotImplementedError
@@ -156,6 +159,42 @@ class Program(Compiled):
 
 
 @dataclasses.dataclass
+class Measured(Compiled):
+    """A program of one kind on `devices` devices."""
+
+    kind: ClassVar[str]
+    repeats: ClassVar[int] = 1  # how often one call does what is timed
+
+    devices: int
+
+    def what(self) -> dict[str, Any]:
+        """What tells this row from the others of its kind."""
+        raise NotImplementedError
+
+    def known(self) -> dict[str, Any]:
+        """What is known of the program before it runs."""
+        row = {"kind": self.kind, "devices": self.devices, **self.what()}
+        row |= {"trace_s": self.trace_s, "compile_s": self.compile_s}
+        return row | {f"{name}_bytes": size for name, size in self.memory.items()} | {"error": self.error}
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Random arguments, on the devices."""
+        raise NotImplementedError
+
+    def bind(self) -> "Bound[Self]":
+        """The program on its arguments, as a function without arguments."""
+        return Bound(self, [self.arguments()])
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """What follows from the time."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Lets go of what the program holds on the devices."""
+        self.run = None
+
+
+@dataclasses.dataclass
 class Bound[P: Compiled]:
     """A program with its arguments on the device, and its samples: seconds a call, wall-clock and of the process."""
 
@@ -175,7 +214,7 @@ class Bound[P: Compiled]:
         outputs = jax.block_until_ready(self.program.run(*self.arguments[0]))
         return outputs, time.perf_counter() - start
 
-    def warm_up(self, target_s: float, dispatches: int = 20) -> None:
+    def warm_up(self, target_s: float, dispatches: int) -> None:
         """Chooses the number of calls in a sample; on a GPU also times the dispatch of a call, the best of `dispatches`."""
         self.calls = 1
         self.sample()
@@ -209,6 +248,37 @@ class Bound[P: Compiled]:
         self.wall.append(wall / self.calls)
         self.cpu.append(cpu / self.calls)
         return self.wall[-1]
+
+
+def start[P: Compiled](
+    bind: Callable[[], Bound[P]],
+    row: dict[str, Any],
+    end: float,
+    target_s: float,
+    check: Callable[[Any], None] = lambda outputs: None,
+    dispatches: int = 0,
+) -> Bound[P] | None:
+    """Binds a program, runs it once, checks the outputs and warms up; None where it can't be timed.
+
+    The reason is then in the `error` of its row, where an earlier one stays. No call starts after `end`.
+    """
+    if row["error"] is None and time.monotonic() > end:
+        row["error"] = "not run: the budget was spent"
+    if row["error"] is not None:
+        return None
+    bound = None
+    try:
+        bound = bind()
+        outputs, row["first_call_s"] = bound.first()
+        check(outputs)
+        del outputs
+        bound.warm_up(target_s, dispatches)
+    except Exception as error:  # out of memory, or what a library raises at run time: the row's result
+        row["error"] = error_text(error)
+        if bound is not None:
+            bound.program.end()
+        return None
+    return bound
 
 
 def input_sets(workload: Workload) -> list[tuple[dict[str, Any], Any]]:

@@ -1,89 +1,117 @@
-"""Draws result rows: `python -m benchmarks.plot benchmarks/results/cpu/cpu.jsonl`. Reads rows, measures nothing.
+"""Draws result rows: `python -m benchmarks.plot [ROWS]`. Reads rows, measures nothing.
 
-Workloads of one series (they differ in S) become lines of TFLOP/s against S; the others become bars of the time of the
-baseline over the own time. Rows of benchmarks/training.py are drawn by training_plot.py.
+Without arguments it draws every file in benchmarks/results/, each picture beside its rows, and docs/images/speed.png for
+the README. Rows of attention become bars of TFLOP/s: a panel for each series of workloads (they differ in S), and one for
+all others. A row without a time is a gap that says why.
 """
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import rows, training_plot
+from benchmarks import command, labels, plot_style, readme_picture, row_file
+from benchmarks.plot_style import Bar
+from benchmarks.rows import Row, has_time
+
+_LINE = 32  # bars side by side, of several panels
+_MOST = 60  # bars of a panel that has a line for itself
+_WORDS = {False: 20, True: 12}  # characters in a line of a group's label, by whether the panel has a line for itself
+_DIRECTIONS = {"fwdbwd": "forward and backward"}
 
 
-def draw(found: list[rows.Row], path: Path) -> None:
-    """Writes a PNG of `found`, rows of one device."""
-    measured = [row for row in found if row.get("p50_ms") is not None]
-    lines = [row for row in measured if row["series"]]
-    bars = [row for row in measured if not row["series"] and row.get("ratio") is not None]
-    panels = list(dict.fromkeys((row["series"], row["direction"]) for row in lines))
-    bar_panels = list(dict.fromkeys(row["direction"] for row in bars))
-    if not panels and not bar_panels:
-        print("Nothing was measured: no plot.")
-        return
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["implementation"] for row in measured))}
-    columns = min(3, len(panels)) or 1
-    line_rows = -(-len(panels) // columns)
-    heights = [3.0] * line_rows + [3.6] * len(bar_panels)
-    figure = plt.figure(figsize=(max(4.2 * columns, 10), sum(heights) + 0.8), layout="constrained")
-    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
-    for i, (series, direction) in enumerate(panels):
-        axes = figure.add_subplot(grid[i // columns, i % columns])
-        _lines(axes, [r for r in lines if (r["series"], r["direction"]) == (series, direction)], colours)
-        axes.set_title(f"{series}, {direction}")
-    for i, direction in enumerate(bar_panels):
-        axes = figure.add_subplot(grid[line_rows + i, :])
-        _bars(axes, [row for row in bars if row["direction"] == direction], colours)
-        axes.set_title(direction)
-    figure.suptitle(f"{found[0]['device']}, jax {found[0]['versions']['jax']}, {found[0]['run'][:10]}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def draw(found: list[Row], path: Path) -> None:
+    """Writes a PNG of `found`, rows of one run."""
+    suite = found[0]["suite"]
+    if suite.startswith("training"):
+        from benchmarks import training_plot
+
+        training_plot.draw(found, path)
+    elif suite == "scaling":
+        from benchmarks.distributed import comms_plot
+
+        comms_plot.draw_rows(found, path)
+    else:
+        _draw_attention(found, path)
 
 
-def _lines(axes, found, colours):
-    for name in dict.fromkeys(row["implementation"] for row in found):
-        points = sorted((row["shape"]["S"], row["tflops"]) for row in found if row["implementation"] == name)
-        axes.plot(*zip(*points, strict=True), marker="o", color=colours[name], label=name)
-    sizes = sorted({row["shape"]["S"] for row in found})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel("S")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+def _draw_attention(found: list[Row], path: Path) -> None:
+    said, lines = labels.shared(found), _lines(_panels(found))
+    figure = plt.figure(figsize=(13, 3.2 * len(lines) + 1), layout="constrained")
+    columns = max(map(len, lines))
+    grid = figure.add_gridspec(len(lines), columns)
+    for i, line in enumerate(lines):
+        for j, of in enumerate(line):
+            wide = len(of) > _LINE / 2
+            _panel(figure.add_subplot(grid[i, :] if wide else grid[i, j]), of, said, _WORDS[wide])
+    title = ", ".join([path.stem, *([" ".join(said.values())] if said else []), labels.source(found)])
+    baseline = next((row["baseline"] for row in found if row.get("baseline")), None)
+    remark = f"\n1.10x: 1.10 times as fast as {baseline}" if baseline else ""
+    figure.suptitle(f"{title}{remark}", fontsize=10)
+    plot_style.legend(figure, dict.fromkeys(row["implementation"] for row in found))
+    plot_style.save(figure, path, found)
 
 
-def _bars(axes, found, colours):
-    workloads = list(dict.fromkeys(row["workload"] for row in found))
-    names = list(dict.fromkeys(row["implementation"] for row in found))
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        heights = {row["workload"]: row["ratio"] for row in found if row["implementation"] == name}
-        at = [workloads.index(w) + (i - (len(names) - 1) / 2) * width for w in heights]
-        shown = axes.bar(at, list(heights.values()), width, color=colours[name], label=name)
-        axes.bar_label(shown, fmt="%.2f", fontsize="xx-small")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(workloads)), workloads, rotation=30, ha="right", fontsize="small")
-    axes.set_ylabel(f"time of {found[0]['baseline']} / own time")
-    axes.legend(fontsize="x-small")
+def _panels(found: list[Row]) -> list[list[Row]]:
+    """One for each direction, where a line has room for all of it; else one for each series too."""
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in found:
+        few = sum(other["direction"] == row["direction"] for other in found) <= _MOST
+        panels.setdefault(("" if few else row["series"], row["direction"]), []).append(row)
+    return list(panels.values())
+
+
+def _lines(panels: list[list[Row]]) -> list[list[list[Row]]]:
+    """Two side by side where a line has room for them."""
+    lines: list[list[list[Row]]] = []
+    for panel in panels:
+        if lines and len(lines[-1]) < 2 and sum(map(len, lines[-1])) + len(panel) <= _LINE:
+            lines[-1].append(panel)
+        else:
+            lines.append([panel])
+    return lines
+
+
+def _panel(axes, found: list[Row], said: dict[str, str], width: int) -> None:
+    """Bars of TFLOP/s; `said` is what the figure's title says of all rows."""
+    common, first = labels.shared(found), found[0]
+    here = " ".join(text for name, text in common.items() if name not in said)
+    series = first["series"] if all(row["series"] == first["series"] for row in found) else ""
+    direction = _DIRECTIONS.get(first["direction"], first["direction"])
+    axes.set_title(", ".join(filter(None, (series, direction, here))), fontsize=9)
+    unit, factor = labels.unit(found)
+    groups: dict[str, list[Bar]] = {}
+    for row in found:
+        apart = [text for name, text in labels.fields(row).items() if name not in common]
+        words = " ".join([*([] if series else [row["mask"]]), *apart]) or row["workload"]
+        label = "\n".join(textwrap.wrap(words, width, break_long_words=False))
+        groups.setdefault(label, []).append(_bar(row, factor))
+    plot_style.draw_bars(axes, groups)
+    axes.set_ylabel(unit, fontsize=9)
+
+
+def _bar(row: Row, factor: float) -> Bar:
+    name = row["implementation"]
+    if not has_time(row):
+        return Bar(name, None, labels.reason(row["error"]))
+    speed = row["tflops"] * factor
+    label = labels.number(speed)
+    if name.startswith("pallas_fa:") and row.get("ratio") is not None and row["baseline"] != name:
+        label += f"  {row['ratio']:.2f}x"
+    return Bar(name, speed, label)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("rows", nargs="+", type=Path, help="JSONL files of one device")
-    parser.add_argument("--out", type=Path, help="default: beside the first file, .png")
+    parser.add_argument("rows", nargs="*", type=Path, help="JSONL files; each becomes a picture beside it")
     args = parser.parse_args(argv)
-    found, out = rows.read(args.rows), args.out or args.rows[0].with_suffix(".png")
-    training = found and found[0]["suite"].startswith("training")
-    (training_plot.draw if training else draw)(found, out)
+    for path in args.rows or row_file.kept():
+        draw(command.read_rows([path]), path.with_suffix(".png"))
+    if not args.rows:
+        readme_picture.draw()
 
 
 if __name__ == "__main__":
-    main()
+    command.start(main)

@@ -1,5 +1,6 @@
 """Rows of results: one JSON object a line, one line for each (workload, implementation, direction); and their table."""
 
+import datetime
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +15,10 @@ from benchmarks.measure import Bound, Program
 Row = dict[str, Any]
 
 
-def common(suite: str, run: str, commit: str | None) -> Row:
-    """What all rows of one run share."""
+def common(suite: str, commit: str | None) -> Row:
+    """What all rows of a run that starts now share."""
     return {
-        "run": run,
+        "run": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "suite": suite,
         "platform": jax.devices()[0].platform,
         "device": machine.device_kind(),
@@ -88,8 +89,16 @@ def rounded(row: Row) -> Row:
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """All rows of JSONL files."""
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+    """All rows of JSONL files. Raises ValueError where a file holds something else."""
+    found = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines() if line.strip()]
+    if not all(isinstance(row, dict) for row in found):
+        raise ValueError("each line must be a JSON object")
+    return found
+
+
+def has_time(row: Row) -> bool:
+    """Whether it was timed, with right results."""
+    return row.get("p50_ms") is not None and not row["error"]
 
 
 def table(rows: list[Row], baseline: str | None) -> str:

@@ -6,23 +6,18 @@ turns; then the losses of the first steps at the first context, side by side.
 
 import argparse
 import dataclasses
-import datetime
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
 
-from benchmarks import loss_curves, machine, measure, progress, rows
-from benchmarks.implementations import parse
+from benchmarks import command, loss_curves, machine, measure, progress, row_file, rows
+from benchmarks.implementations import Implementation
 from benchmarks.training_program import InitialParameters, Training
 from models.data import Corpus, load_corpus
 from models.errors import UsageError
 
-_RESULTS = Path(__file__).parent / "results"
 _COMPILE_SHARE = 0.5  # of the budget, until which compilations start
 _GIVE_UP_SHARE = 0.65  # of the budget, until which they are waited for
 _CURVES_WEIGHT = 3  # of the time that is left, to 1 for each context
@@ -57,14 +52,13 @@ SUITES = {
 }
 
 
-def programs(suite: TrainingSuite, steps: int, corpus: Corpus) -> list[list[Training]]:
+def programs(
+    suite: TrainingSuite, implementations: Sequence[Implementation], steps: int, corpus: Corpus
+) -> list[list[Training]]:
     """One group for each (batch, context): the step with each attention."""
-    implementations, rate = [parse(name) for name in suite.implementations], loss_curves.learning_rate(steps)
+    rate = loss_curves.learning_rate(steps)
     return [
-        [
-            Training(1, suite.size, *shape, suite.dtype, implementation, rate, corpus)
-            for implementation in implementations
-        ]
+        [Training(1, suite.size, *shape, suite.dtype, i, rate, corpus) for i in implementations]
         for shape in suite.shapes
     ]
 
@@ -89,7 +83,10 @@ class Runner:
         """All programs of one context run once, then in turns for about `share` seconds."""
         deadlines = time.monotonic() + share, self.end
         found = {id(program): program.known() for program in group}
-        bounds = [bound for program in group if (bound := self._start(program, found[id(program)])) is not None]
+        bounds = []
+        for program in group:
+            if (bound := measure.start(program.bind, found[id(program)], self.end, self.target_s)) is not None:
+                bounds.append(bound)
         base = next((b for b in bounds if b.program.implementation.name == self.baseline), None)
         others = [b for b in bounds if b is not base]
         try:
@@ -110,22 +107,6 @@ class Runner:
             row |= program.figures(row["p50_ms"] / 1e3) | state
             program.end()
         return [rows.rounded(row) for row in found.values()]
-
-    def _start(self, program: Training, row: rows.Row) -> measure.Bound[Training] | None:
-        """First step and warm-up; None, with the reason in the row, where it can't be timed."""
-        if program.error is None and time.monotonic() > self.end:
-            row["error"] = "not run: the budget was spent"
-        if row["error"]:
-            return None
-        try:
-            bound = measure.Bound(program, [program.arguments()])
-            _, row["first_call_s"] = bound.first()
-            bound.warm_up(self.target_s, dispatches=0)
-            return bound
-        except Exception as error:  # out of memory, or what a library raises at run time: the row's result
-            row["error"] = measure.error_text(error)
-            program.end()
-            return None
 
 
 def table(found: list[rows.Row]) -> str:
@@ -160,51 +141,27 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--suite", choices=SUITES, default="tiny" if on_cpu else "hopper", help="default: %(default)s here")
     add("--contexts", nargs="+", type=int, metavar="TOKENS", help="only these of the suite")
-    add("--implementations", nargs="+", metavar="LIBRARY:BACKEND[+FORM]", help="default: the suite's")
-    add("--steps", type=int, default=200, help="of the loss curves; 0 for none (default: %(default)s)")
+    command.add_implementations(parser)
+    add("--steps", type=command.whole, default=200, help="of the loss curves; 0 for none (default: %(default)s)")
     add("--data", metavar="PATH", help="a file or folder of text (default: the Python standard library's sources)")
-    add("--rounds", type=int, default=11, help="samples of each program (default: %(default)s)")
-    add("--target-ms", type=float, default=400.0, help="least length of a sample (default: %(default)s)")
-    add("--budget-seconds", type=float, default=540.0, help="wall-clock limit, kept to within a few steps")
-    add("--compile-threads", type=int, default=1 if on_cpu else min(14, os.cpu_count() or 1))
-    add("--commit", help="recorded where this is no git repository")
-    add("--out", type=Path, help="default: benchmarks/results/DEVICE/training-SUITE.jsonl")
-    add("--no-plot", action="store_true", help="do not draw the rows at the end")
+    command.add_sampling(parser, rounds=11, target_ms=400.0)
+    threads = 1 if on_cpu else min(14, os.cpu_count() or 1)
+    command.add_run(parser, budget_s=540.0, threads=threads, out="training-SUITE")
+    command.add_plot(parser)
     args = parser.parse_args(argv)
-    if args.steps < 0 or args.rounds < 1:
-        parser.error(f"--steps {args.steps} --rounds {args.rounds}: ask for 0 or more steps and 1 or more rounds.")
+    suite = SUITES[args.suite]
+    args.implementations = command.implementations(args, suite.implementations)
+    known = [context for _, context in suite.shapes]
+    if unknown := [context for context in args.contexts or () if context not in known]:
+        parser.error(f"argument --contexts: {unknown}: the suite {args.suite} has {', '.join(map(str, known))}")
     return args
 
 
-def chosen(args: argparse.Namespace) -> TrainingSuite:
-    """The suite, or the part of it, that the command line asks for."""
-    suite = SUITES[args.suite]
-    known = {context: (batch, context) for batch, context in suite.shapes}
-    contexts = args.contexts or list(known)
-    if unknown := [context for context in contexts if context not in known]:
-        raise SystemExit(f"--contexts {unknown}: the suite {args.suite} has {', '.join(map(str, known))}.")
-    names = tuple(args.implementations or suite.implementations)
-    try:
-        [parse(name) for name in names]
-    except ValueError as error:
-        raise SystemExit(f"--implementations: {error}") from None
-    return dataclasses.replace(suite, shapes=tuple(known[context] for context in contexts), implementations=names)
-
-
-def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
-    """Runs the command line; returns the rows."""
-    args = arguments(argv)
+def measured(args: argparse.Namespace, suite: TrainingSuite, corpus: Corpus) -> Iterator[rows.Row]:
+    """Compiles the steps, then times them and trains with them, and makes the rows."""
     start = time.monotonic()
-    suite = chosen(args)
-    try:
-        corpus = load_corpus(args.data, max(context for _, context in suite.shapes))
-    except UsageError as error:
-        raise SystemExit(f"{error}") from None
-    groups = programs(suite, args.steps, corpus)
-    out = args.out or _RESULTS / machine.folder() / f"training-{args.suite}.jsonl"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    common = rows.common(f"training-{args.suite}", now, args.commit)
+    groups = programs(suite, args.implementations, args.steps, corpus)
+    common = rows.common(f"training-{args.suite}", args.commit)
     common |= {"compile_threads": args.compile_threads, "data_digest": corpus.digest()}
     # The baseline at all contexts first, then the next implementation: where the time ends, contexts can be compared.
     # Not before the baseline is ready: XLA tries out its matmuls while it compiles, and what it chose serves the others.
@@ -215,36 +172,25 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
         [program for same in others for program in same],
     ):
         measure.compile_all(programs_of_stage, args.compile_threads, *deadlines)
-    compiled = time.monotonic() - start
-
-    made: list[rows.Row] = []
-    with out.open("w") as file, progress.bar(len(groups) * args.rounds + args.steps, "run") as bar:
+    with progress.bar(len(groups) * args.rounds + args.steps, "run") as bar:
         runner = Runner(args.rounds, args.target_ms / 1e3, suite.baseline, start + args.budget_seconds, bar)
-        try:
-            for row in runner.all(groups, args.steps):
-                made.append(common | row)
-                file.write(json.dumps(made[-1]) + "\n")
-                file.flush()
-        except KeyboardInterrupt:
-            print(f"\nInterrupted: the rows so far are in {out.name}.", file=sys.stderr)
-    print(table(made))
-    print(f"{len(made)} rows, {time.monotonic() - start:.0f} s, {compiled:.0f} of them to compile: {out.name}")
-    if made and not args.no_plot:
-        _draw(made, out)
-    return made
+        for row in runner.all(groups, args.steps):
+            yield common | row
 
 
-def _draw(made: list[rows.Row], out: Path) -> None:
+def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
+    """Runs the command line; returns the rows."""
+    args = arguments(argv)
+    suite = SUITES[args.suite]
+    shapes = tuple(shape for shape in suite.shapes if args.contexts is None or shape[1] in args.contexts)
+    suite = dataclasses.replace(suite, shapes=shapes)
     try:
-        from benchmarks import training_plot
-    except ModuleNotFoundError as error:
-        print(f"No plot: there is no {error.name} here. Draw it elsewhere: python -m benchmarks.plot {out.name}")
-    else:
-        training_plot.draw(made, out.with_suffix(".png"))
+        corpus = load_corpus(args.data, max(context for _, context in shapes))
+    except UsageError as error:
+        raise SystemExit(f"{error}") from None
+    out = args.out or row_file.RESULTS / machine.folder() / f"training-{args.suite}.jsonl"
+    return command.carry_out(measured(args, suite, corpus), out, table, plot=not args.no_plot)
 
 
 if __name__ == "__main__":
-    main()
-    if measure.still_compiling():
-        sys.stdout.flush()
-        os._exit(0)  # the usual end waits for the compilation
+    command.start(main)

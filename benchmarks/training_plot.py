@@ -1,74 +1,64 @@
 """Draws the rows of benchmarks/training.py: tokens/s and memory by context, loss curves and their differences."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import rows
+from benchmarks import labels, plot_style, rows
 from benchmarks.loss_curves import difference
+from benchmarks.plot_style import Bar
 
 
 def draw(found: list[rows.Row], path: Path) -> None:
     """Writes a PNG of `found`, rows of one run."""
-    timed = [row for row in found if row.get("p50_ms") is not None]
-    sized = [row for row in found if row.get("peak_bytes") is not None]
+    timed = [row for row in found if "losses" not in row]
     curves = [row for row in found if row.get("losses")]
-    if not sized and not curves:
-        print("Nothing was measured: no plot.")
-        return
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["implementation"] for row in found))}
-    figure, ((speed, loss), (memory, apart)) = plt.subplots(
-        2, 2, figsize=(13, 7.5), height_ratios=(3, 2), layout="constrained"
-    )
-    _bars(speed, timed, "tokens_per_s", 1e3, lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "", colours)
-    speed.set(ylabel="1000 tokens/s", title=f"training step, times faster than {_baseline(timed)} above the bars")
-    _bars(memory, sized, "peak_bytes", 2**30, lambda row: f"{row['peak_bytes'] / 2**30:.4g}", colours)
-    memory.set(ylabel="peak memory, GiB", xlabel="context (one batch has as many tokens at each)")
-    _losses(loss, apart, curves, colours)
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), height_ratios=(3, 2), layout="constrained")
+    ((speed, loss), (memory, apart)) = axes
+    _bars(speed, timed, "tokens_per_s", 1e3, lambda row: f"{row['ratio']:.2f}x" if row.get("ratio") else "")
+    speed.set(ylabel="1000 tokens/s", title=f"speed of a step; above the bars, times as fast as {_baseline(timed)}")
+    _bars(memory, timed, "peak_bytes", 2**30, lambda row: f"{row['peak_bytes'] / 2**30:.4g}")
+    memory.set(ylabel="GiB", title="peak memory of a step, by the compiler's analysis")
+    _losses(loss, apart, curves)
     first = found[0]
-    title = f"{first['size']}, {first['dtype']}: {first['device']}, jax {first['versions']['jax']}, {first['run'][:10]}"
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.suptitle(f"{path.stem}: {first['size']}, {first['dtype']}, {labels.source(found)}", fontsize=11)
+    plot_style.legend(figure, dict.fromkeys(row["implementation"] for row in found))
+    plot_style.save(figure, path, found)
 
 
-def _bars(axes, found: Sequence[rows.Row], field, unit, label, colours) -> None:
-    contexts = sorted({row["context"] for row in found})
-    width = 0.8 / len(colours)
-    for i, (name, colour) in enumerate(colours.items()):
-        own = [row for row in found if row["implementation"] == name]
-        at = [contexts.index(row["context"]) + (i - (len(colours) - 1) / 2) * width for row in own]
-        shown = axes.bar(at, [row[field] / unit for row in own], width, color=colour, label=name)
-        axes.bar_label(shown, [label(row) for row in own], fontsize="x-small")
-    axes.set_xticks(range(len(contexts)), [str(context) for context in contexts])
-    axes.margins(y=0.12)
-    axes.legend(fontsize="x-small")
+def _bars(axes: Any, found: Sequence[rows.Row], field: str, unit: float, label: Callable[[rows.Row], str]) -> None:
+    groups: dict[str, list[Bar]] = {}
+    for row in found:
+        value = None if row["error"] else row.get(field)
+        bar = Bar(row["implementation"], value and value / unit, label(row) if value else labels.reason(row["error"]))
+        groups.setdefault(f"{row['batch']} x {row['context']} tokens", []).append(bar)
+    plot_style.draw_bars(axes, groups, fontsize=8)
 
 
-def _losses(loss, apart, curves, colours) -> None:
+def _losses(loss: Any, apart: Any, curves: Sequence[rows.Row]) -> None:
     base = next((row["losses"] for row in curves if row["implementation"] == row["baseline"]), [])
     for row in curves:
         name = row["implementation"]
-        loss.plot(row["losses"], color=colours[name], linewidth=1, label=name)
-        if name == row["baseline"]:
+        colour = plot_style.look(name)["facecolor"]
+        base_width = 3 if name == row["baseline"] else 1  # so that lines that agree are both seen
+        loss.plot(row["losses"], color=colour, linewidth=base_width)
+        if name == row["baseline"] or not base:
             continue
-        far = f"{name}: at most {row['max_difference']:.1e}, mean {row['mean_difference']:.1e}" if base else name
-        apart.plot(difference(row["losses"], base), color=colours[name], linewidth=0.8, label=far)
+        apart.plot(difference(row["losses"], base), color=colour, linewidth=0.8)
+    loss.set(title="the first steps: the same parameters, the same batches", ylabel="loss")
     apart.axhline(0, color="black", linewidth=0.8)
-    apart.set(xlabel="step", ylabel=f"loss - {_baseline(curves)}'s")
-    loss.set(ylabel=f"loss, {curves[0]['unit']}" if curves else "loss")
+    apart.set(xlabel="step", ylabel="difference", title=f"loss less that with {_baseline(curves)}")
     if curves:
-        loss.set_title(f"the first steps, context {curves[0]['context']}: same parameters, same batches")
-        loss.legend(fontsize="x-small")
-        apart.legend(fontsize="x-small")
+        loss.set_ylabel(f"loss, {curves[0]['unit']}")
+        loss.set_title(
+            f"the first steps of {curves[0]['batch']} x {curves[0]['context']} tokens, same parameters and batches"
+        )
     for axes in (loss, apart):
         axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
-def _baseline(found):
+def _baseline(found: Sequence[rows.Row]) -> str:
     return next((row["baseline"] for row in found if row.get("baseline")), "the baseline")

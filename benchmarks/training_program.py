@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.implementations import Implementation, parse
-from benchmarks.measure import Compiled
+from benchmarks.measure import Compiled, Measured
 from benchmarks.rows import Row
-from benchmarks.scaling_programs import Measured
 from benchmarks.workloads import Workload, self_attention
 from models.data import Corpus
 from models.gpt import SIZES

@@ -1,6 +1,6 @@
 """Times tiles of the kernels beside those of the tables (pallas_fa/mosaic_gpu/config.py), on one GPU.
 
-python -m benchmarks.tune h64-causal-4096 --direction backward head_section=8 "stages=(2, 1), ds_stages=1"
+python -m benchmarks.tune h64-causal-4096 --direction backward l2_head_group=8 "stages=(2, 1), ds_stages=1"
 
 Each argument after the workload is one variant: what it changes in the configuration that the table chooses. All take
 turns, each next to a sample of the table's; repeat a variant to see the noise.
@@ -17,13 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import measure, progress, rows
+from benchmarks import command, measure, progress, rows
 from benchmarks.implementations import Implementation
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, suites
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.backward import choose as choose_backward
 from pallas_fa.backends.hopper.backward import plan as backward_plan
 from pallas_fa.backends.hopper.config import Config
-from pallas_fa.backends.hopper.forward import plan as forward_plan
+from pallas_fa.backends.hopper.forward import choose as choose_forward
 from pallas_fa.problem import Problem, normalise
 
 
@@ -72,8 +74,8 @@ def table_config(workload: Workload, direction: str) -> Any:
     """What the tables choose; where the backward takes several passes, for the first of them."""
     problem = problem_of(workload)
     if direction == "forward":
-        return forward_plan.ForwardPlan.of(problem, problem.score, problem.mask, interpret=False).config
-    return backward_plan.Plan.of(problem, backward_plan.passes(problem)[0], interpret=False).config
+        return choose_forward.choose(problem, Gpu.visible()).config
+    return choose_backward.choose(problem, backward_plan.passes(problem)[0], Gpu.visible()).config
 
 
 def problem_of(workload: Workload) -> Problem:
@@ -89,31 +91,32 @@ def compare(programs: list[measure.Program], rounds: int, target_s: float) -> li
     workload, direction = programs[0].workload, programs[0].direction
     inputs = measure.input_sets(workload)
     true = truth(workload, *inputs[0], affordable=2**29)
-    bounds, wrong = [], {}
+    bounds: dict[int, measure.Bound[measure.Program]] = {}
+    found: dict[int, rows.Row] = {id(program): {"error": program.error} for program in programs}
     for program in programs:
-        if program.error is None:
-            bound = program.bind(inputs)
-            outputs, _ = bound.first()
-            if true is not None:
-                wrong[id(bound)] = max(error["max"] for error in true.errors(program.results(outputs)).values())
-            del outputs
-            bound.warm_up(target_s, dispatches=0)
-            bounds.append(bound)
-    table = next((bound for bound in bounds if bound.program is programs[0]), None)
-    others = [bound for bound in bounds if bound is not table]
+        row = found[id(program)]
+
+        def check(outputs, program=program, row=row):
+            row["wrong"] = max(error["max"] for error in true.errors(program.results(outputs)).values())
+
+        bind = functools.partial(program.bind, inputs)
+        if (bound := measure.start(bind, row, np.inf, target_s, check)) is not None:
+            bounds[id(program)] = bound
+    table = bounds.get(id(programs[0]))
+    others = [bound for bound in bounds.values() if bound is not table]
     with progress.bar(rounds, "time") as bar:
         ratios = measure.take_turns(others, table, rounds, (np.inf, np.inf), after=bar.update)
     lines = [["tiles", "p50 ms", "TFLOP/s", "x table", "quartiles", "max error"]]
     for program in programs:
-        bound = next((b for b in bounds if b.program is program), None)
+        bound, row = bounds.get(id(program)), found[id(program)]
         if bound is None:
-            lines.append([program.implementation.name, "-", "", "", "", program.error or ""])
+            lines.append([program.implementation.name, "-", "", "", "", row["error"]])
             continue
         seconds, pairs = float(np.median(bound.wall)), ratios.get(program.implementation.name, [])
         quartiles = " to ".join(f"{x:.3f}" for x in np.quantile(pairs, (0.25, 0.75))) if pairs else ""
         against = f"{np.median(pairs):.3f}" if pairs else ""
         speed = f"{workload.flops(direction) / seconds / 1e12:.0f}"
-        error = f"{wrong[id(bound)]:.1e}" if id(bound) in wrong else ""
+        error = f"{row['wrong']:.1e}"
         lines.append([program.implementation.name, f"{seconds * 1e3:.4g}", speed, against, quartiles, error])
     return lines
 
@@ -127,8 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("workload", choices=known, metavar="workload", help=", ".join(known))
     parser.add_argument("variants", nargs="+", help="what each changes: field=value, ...")
     parser.add_argument("--direction", choices=("forward", "backward"), default="forward")
-    parser.add_argument("--rounds", type=int, default=15, help="samples of each (default: %(default)s)")
-    parser.add_argument("--target-ms", type=float, default=20.0, help="least length of a sample (default: %(default)s)")
+    command.add_sampling(parser, rounds=15, target_ms=20.0)
     args = parser.parse_args(argv)
     workload = known[args.workload]
     named = zip(args.variants, labels(args.variants), strict=True)
@@ -144,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.start(main)

@@ -1,9 +1,14 @@
-"""Checkpoints of a TrainState with Orbax: written beside the old ones, renamed when complete, and only then are old
-ones deleted. So a write that fails, or is killed, never costs a checkpoint that was good."""
+"""Checkpoints of a TrainState, written by Orbax, with checksums.
+
+A checkpoint is written beside the old ones and renamed once it is complete, its checksums included; only then are old
+ones deleted. So a write that fails, or is killed at any point, never costs a checkpoint that was good.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import cast
@@ -11,34 +16,33 @@ from typing import cast
 import jax
 import orbax.checkpoint as ocp
 
-from models.errors import UsageError, is_disk_full
+from models.checksums import find_damage, has_checksums, write_checksums
+from models.errors import TrainingError, UsageError, is_disk_full, is_out_of_memory
+from models.folder import CHECKPOINTS, list_steps, resume_command
 from models.step import TrainState
 
 METADATA_BYTES = 2**18  # Orbax's own files beside the arrays, amply
+ARRAYS = "default"  # inside a checkpoint's folder; the name that Orbax's CheckpointManager gives
+UNFINISHED = ".unfinished"
 
 
 class Checkpoints:
-    """The last `keep` checkpoints under `directory`, each named by the number of steps done."""
+    """The last `keep` checkpoints of the run in `out`, on which the caller holds the lock."""
 
-    def __init__(self, directory: Path, keep: int):
-        self.directory = directory.absolute()  # Orbax takes no relative paths
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                # A failed write must be reported before the next step is computed, not some steps later.
-                enable_async_checkpointing=False,
-                cleanup_tmp_directories=True,  # what a killed run left half written
-            ),
-        )
-
-    def latest(self) -> int | None:
-        return self._manager.latest_step()
+    def __init__(self, out: Path, keep: int):
+        self.out, self.keep = out, keep
+        self.directory = out.absolute() / CHECKPOINTS  # Orbax takes no relative paths
+        # Not asynchronous: a failed write must be reported before the next step is computed, not some steps later.
+        self._checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for entry in self.directory.iterdir():  # what a killed run left half written or half deleted
+            if UNFINISHED in entry.name or ".orbax-checkpoint-tmp" in entry.name:
+                shutil.rmtree(entry)
 
     def save(self, state: TrainState) -> None:
-        """Writes `state` unless that step is there already. Raises OSError or, from tensorstore, ValueError."""
+        """Writes `state` unless that step is there already. Raises OSError or TrainingError."""
         step = int(state.step)
-        if step in self._manager.all_steps():
+        if step in list_steps(self.out):
             return
         # A write that runs out of space does no harm here either, but tensorstore's threads print a traceback for every
         # array of it. So the plain case is found before; what shows only while writing, such as a quota, is left.
@@ -47,29 +51,55 @@ class Checkpoints:
             raise OSError(
                 errno.ENOSPC, f"No space left on device for a checkpoint of {needed} bytes", str(self.directory)
             )
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        unfinished = self.directory / f"{step}{UNFINISHED}"
+        try:
+            self._checkpointer.save(unfinished / ARRAYS, args=ocp.args.StandardSave(state))
+        except Exception as error:  # Orbax documents no exception type
+            if is_disk_full(error) or is_out_of_memory(error):
+                raise
+            raise TrainingError(f"The checkpoint of step {step} can't be written ({_brief(error)})") from error
+        write_checksums(unfinished)
+        os.replace(unfinished, self.directory / str(step))
+        for old in list_steps(self.out)[: -self.keep]:
+            # Renamed first: half a checkpoint must not look like a whole one.
+            shutil.rmtree((self.directory / str(old)).rename(self.directory / f"{old}{UNFINISHED}"))
 
     def restore(self, like: TrainState) -> TrainState:
-        """The latest checkpoint, bit for bit, with the shapes, dtypes and placement of `like`."""
-        step = self.latest()
+        """The latest checkpoint, bit for bit, with the shapes, dtypes and placement of `like`. Raises UsageError."""
+        step = list_steps(self.out)[-1]
+        folder = self.directory / str(step)
+        checked = has_checksums(folder)
+        if not checked:
+            print(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
+        elif damage := find_damage(folder):
+            raise UsageError(f"The checkpoint of step {step} is damaged: {damage}. {self._way_back()}")
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:
-            restored = self._manager.restore(step, args=ocp.args.StandardRestore(target))
-        except Exception as error:  # Orbax documents no exception type; any of them means that it can't be read
-            if is_disk_full(error):
+            restored = self._checkpointer.restore(folder / ARRAYS, args=ocp.args.StandardRestore(target))
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise
-            raise UsageError(
-                f"The checkpoint {str(self.directory / str(step))!r} can't be read ({type(error).__name__}: {error}); "
-                "delete that folder to continue from the one before it."
-            ) from error
+            remedy = "It is intact: is run.json that of this run?" if checked else self._way_back()
+            raise UsageError(f"The checkpoint of step {step} can't be restored ({_brief(error)}). {remedy}") from error
         return cast(TrainState, restored)
 
+    def _way_back(self) -> str:
+        """How to continue from the latest checkpoint but one, or from one before it if that is damaged too."""
+        *earlier, _ = steps = list_steps(self.out)
+        for step in reversed(earlier):
+            checked = has_checksums(self.directory / str(step))
+            if not checked or find_damage(self.directory / str(step)) is None:
+                newer = [str(self.out / CHECKPOINTS / str(other)) for other in steps if other > step]
+                return (
+                    f"That of step {step} {'is intact' if checked else 'has no checksums'}; continue from it with: "
+                    f"{shlex.join(['rm', '-r', *newer])} && {resume_command(self.out)}"
+                )
+        return "No intact checkpoint is left: start a new run with another --out."
+
     def close(self) -> None:
-        self._manager.close()
+        self._checkpointer.close()
 
 
-def list_steps(directory: Path) -> list[int]:
-    """The complete checkpoints under `directory`, without touching anything there."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdigit() and entry.is_dir())
+def _brief(error: Exception) -> str:
+    """The first line of its message, without the pages that tensorstore adds to some."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0].partition(" [tensorstore_spec=")[0]

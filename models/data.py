@@ -26,7 +26,7 @@ class Corpus:
 
     train: np.ndarray  # uint8 [bytes]
     validation: np.ndarray  # uint8 [bytes]
-    source: str
+    source: str  # where it is from, and how many bytes
     files: int
 
     def digest(self) -> str:
@@ -64,28 +64,31 @@ def load_corpus(path: str | None, context: int) -> Corpus:
         root, name = Path(path), path
         if not root.exists():
             raise UsageError(f"--data={path!r} does not exist; it must be a file or a folder of text: check the path.")
-        files = [root] if root.is_file() else [file for file in root.rglob("*") if not _is_hidden(file, root)]
+        files = [root] if root.is_file() else [file for file in root.rglob("*") if not is_hidden(file, root)]
         remedy = "name a file or a folder that holds text"
     # A fixed order, whatever the file system's own: the split depends on it.
     files = sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
     documents = [content for file in files if (content := _read(file, path))]
     if not documents:
-        raise UsageError(f"--data={path!r} holds no text ({len(files)} files, all of them empty): {remedy}.")
+        raise UsageError(f"--data={path!r} holds no text: it has no files, or only empty ones; {remedy}.")
     train, validation = _split(documents)
+    # Of the text: END_OF_FILE is no byte of it.
+    sizes = f"{sum(map(len, train)):,} bytes to train on and {sum(map(len, validation)):,} held out"
+    corpus = Corpus(_join(train), _join(validation), f"{name}: {sizes}", len(documents))
     shortest = context + 2  # validation_starts begins at 1 and needs one byte past the window
-    if min(len(train), len(validation)) < shortest:
+    if min(len(corpus.train), len(corpus.validation)) < shortest:
         raise UsageError(
-            f"--data={path!r} is too short: it gives {len(train)} bytes to train on and {len(validation)} to validate "
-            f"with, and --context={context} needs at least {shortest} of each; give more text or a smaller --context."
+            f"--data={path!r} is too short: it gives {sizes}, and --context={context} needs at least {shortest} of "
+            "each; give more text or a smaller --context."
         )
-    return Corpus(train, validation, name, len(documents))
+    return corpus
 
 
 def _is_installed(relative: Path) -> bool:
     return any(part in ("site-packages", "dist-packages", "__pycache__") for part in relative.parts)
 
 
-def _is_hidden(file: Path, root: Path) -> bool:
+def is_hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
@@ -99,14 +102,15 @@ def _read(file: Path, path: str | None) -> bytes:
         ) from error
 
 
-def _split(documents: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+def _split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     """(train, validation): random whole documents fill the validation split until it has its share of the bytes."""
     if len(documents) < FEWEST_DOCUMENTS:
         documents = [piece for document in documents for piece in _pieces(document)]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-    sizes = np.cumsum([len(documents[index]) for index in order])
+    shuffled = [documents[index] for index in order]
+    sizes = np.cumsum([len(document) for document in shuffled])
     held_out = 1 + int(np.searchsorted(sizes, VALIDATION_SHARE * sizes[-1]))
-    return _join(documents, order[held_out:]), _join(documents, order[:held_out])
+    return shuffled[held_out:], shuffled[:held_out]
 
 
 def _pieces(document: bytes) -> list[bytes]:
@@ -114,8 +118,8 @@ def _pieces(document: bytes) -> list[bytes]:
     return [document[start : start + size] for start in range(0, len(document), size)]
 
 
-def _join(documents: list[bytes], indices: np.ndarray) -> np.ndarray:
-    return np.frombuffer(END_OF_FILE.join(documents[index] for index in indices), np.uint8)
+def _join(documents: list[bytes]) -> np.ndarray:
+    return np.frombuffer(END_OF_FILE.join(documents), np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,9 @@ class ImageTask:
         )
         self._logits = jax.jit(self.logits)
 
+    def data_digest(self) -> str:
+        return "digits"  # which never change
+
     def init(self) -> Params:
         images = jnp.zeros((1, *self.digits.train_images.shape[1:]))
         return jax.jit(self.model.init)(jax.random.key(self.seed), images)["params"]

@@ -1,4 +1,4 @@
-"""Ctrl-C that lets the step under way end, so that the state is whole when it is saved."""
+"""Signals: outside the steps Ctrl-C ends the process at once, inside them it lets the one under way end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ import os
 import signal
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, kill or a scheduler, a terminal that is closed
+
+
+def exit_on_interrupt() -> None:
+    """From now on Ctrl-C ends the process, with status 130. It is safe at any time, as SIGKILL is.
+
+    The exception KeyboardInterrupt would get lost where it is raised in a callback, and JAX has one in the garbage
+    collector.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        _write(b"\nInterrupted. Nothing is lost: --resume continues from the last checkpoint, where there is one.\n")
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, leave)
+
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one raises KeyboardInterrupt at once."""
+    """While entered, the first of SIGNALS is kept in `signal`; a second one does what it would do otherwise."""
 
     def __init__(self):
-        self.requested = False
+        self.signal: int | None = None
         self._previous = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -24,8 +42,16 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        # Not print: the signal may have come in the middle of one, and a buffered stream can't be entered twice.
-        os.write(2, b"\nStopping after this step, with a checkpoint (once more to stop at once).\n")
+        if self.signal is None:
+            self.signal = number
+            _write(b"\nStopping after this step, with a checkpoint (once more to stop at once).\n")
+        else:
+            self.__exit__()
+            signal.raise_signal(number)
+
+
+def _write(message: bytes) -> None:
+    try:
+        os.write(2, message)  # not print: the signal may have come in the middle of one, which can't be entered twice
+    except OSError:
+        pass  # a closed terminal

@@ -96,7 +96,7 @@ class Layout:
         All others travel at once, while the first block runs; so do their gradients' sums, in its backward pass. One block
         must have enough to do to hide them: many tokens, and links as fast as those inside a host. For the rest of a step
         the links are quiet. After 50 ms of that they sleep, which leaves a GPU at its power limit 2 to 3% more clock
-        (benchmarks/NOTES.md).
+        (docs/decisions/training/gather-in-two-messages.md).
         """
 
         @jax.custom_vjp

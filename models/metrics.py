@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from models.errors import UsageError
+from models.folder import write_whole
 
 Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of `path`; none if it does not exist. A last line that was cut off by a kill is left out."""
+    """The rows of `path`; none if it does not exist. A last line that was cut off by a kill is left out.
+
+    Raises UsageError if any other line is not a row.
+    """
+    *lines, unended = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:  # no JSON, or not even UTF-8
+            row = None
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+            raise UsageError(
+                f"{str(path)!r} is damaged: line {number} is {line[:40]!r}, and must be a JSON object with a step; "
+                "repair that line, or delete it to go on without it."
+            )
+        rows.append(row)
     return rows
 
 
@@ -27,10 +38,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, step: int):
         self.path = path
-        kept = [row for row in read_rows(path) if row["step"] <= step]
-        replacement = path.with_suffix(".tmp")
-        replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(replacement, path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step))
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, rows: list[Row]) -> None:

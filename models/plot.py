@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from models.errors import UsageError
+from models.folder import METRICS, PICTURE
 from models.metrics import read_rows
-
-METRICS, PICTURE = "metrics.jsonl", "loss.png"  # inside a run's folder
 
 
 def plot_run(folder: Path, unit: str = "", baseline: tuple[str, float] | None = None) -> Path:
@@ -25,18 +25,21 @@ def plot_run(folder: Path, unit: str = "", baseline: tuple[str, float] | None = 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     if len(train):
         axes.plot(*train.T, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
-        window = max(1, len(train) // 50)
-        step, loss = (np.convolve(column, np.ones(window) / window, "valid") for column in train.T)
-        axes.plot(step, loss, color="tab:blue", label=f"training, mean of {window} steps")
+        window = len(train) // 50
+        if window > 1:
+            step, loss = (np.convolve(column, np.ones(window) / window, "valid") for column in train.T)
+            axes.plot(step, loss, color="tab:blue", label=f"training, mean of {window} steps")
         # The first steps would squeeze all the others to the floor.
         axes.set_ylim(0, 1.1 * max(np.quantile(train[:, 1], 0.98), baseline[1] if baseline else 0))
     if len(validation):
         axes.plot(*validation.T, "o-", color="tab:orange", label=f"validation, {validation[-1, 1]:.3f} at the end")
     if baseline:
         axes.axhline(baseline[1], color="gray", linestyle="--", label=f"{baseline[0]}, {baseline[1]:.3f}")
-    axes.set(xlabel="step", ylabel=f"loss, {unit}" if unit else "loss", title=folder.name)
+    axes.set(xlabel="step", ylabel=f"loss, {unit}" if unit else "loss")
+    axes.set_title(folder.name, parse_math=False)  # a folder may have any name, such as a$b
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
     figure.savefig(folder / PICTURE, dpi=120)
     pyplot.close(figure)
     return folder / PICTURE
@@ -45,4 +48,7 @@ def plot_run(folder: Path, unit: str = "", baseline: tuple[str, float] | None = 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / METRICS).is_file():
         sys.exit(f"usage: python -m models.plot FOLDER, where FOLDER holds a run's {METRICS}")
-    print(plot_run(Path(sys.argv[1])))
+    try:
+        print(plot_run(Path(sys.argv[1])))
+    except (OSError, UsageError) as error:
+        sys.exit(f"error: {error}")

@@ -21,7 +21,7 @@ def sample_text(
     A window of `config.context` bytes is filled, then its last half becomes the prompt of the next one: the model
     knows no distance greater than its context.
     """
-    text = prompt.encode()
+    text = prompt.encode(errors="surrogateescape")  # also the bytes of a command line that is not UTF-8
     key = jax.random.key(seed)
     half = max(1, config.context // 2)
     while count > 0:

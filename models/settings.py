@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from models.checkpoint import list_steps
+from models.data import is_hidden
 from models.errors import UsageError
+from models.folder import RECORD, check_new, list_steps, unusable, write_whole
+from models.lock import check_unlocked
 
 RUNS = Path("runs")
-CHECKPOINTS, RECORD = "checkpoints", "run.json"  # inside a run's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +96,9 @@ COMMON: dict[str, Any] = {
 }
 
 Rule = tuple[str, Callable[[Any], bool]]
-AT_LEAST_1: Rule = ("be at least 1", lambda value: value >= 1)
-AT_LEAST_0: Rule = ("not be negative", lambda value: value >= 0)
-POSITIVE: Rule = ("be a positive finite number", lambda value: 0 < value < math.inf)
+AT_LEAST_1: Rule = ("be at least 1 and below 2**31", lambda value: 1 <= value < 2**31)
+AT_LEAST_0: Rule = ("not be negative, and be below 2**31", lambda value: 0 <= value < 2**31)
+POSITIVE: Rule = ("be a positive finite number of float32", lambda value: 2**-126 <= value < 2**128)
 RULES: dict[str, Rule] = {
     "steps": AT_LEAST_1, "batch": AT_LEAST_1, "checkpoint_every": AT_LEAST_1, "keep": AT_LEAST_1,
     "validate_every": AT_LEAST_1, "log_every": AT_LEAST_1, "validation_bytes": AT_LEAST_1,
@@ -114,18 +114,23 @@ def parse(argv: list[str] | None = None) -> Settings:
     """The settings that `argv` asks for. Raises UsageError; argparse itself exits on what is not its own."""
     given = vars(_parser().parse_args(argv))
     resume = given.pop("resume", False)
+    for name in ("out", "data"):
+        if given.get(name) == "":
+            raise UsageError(f"{_flag(name)}='': it must name a path; '.' is the current directory.")
     task = given.get("task", "text")
     _check_choice("task", task, list(TASKS), "of models.train")
     out = Path(given.pop("out")) if "out" in given else _default_out(task, given.get("size", "tiny"), resume)
-    saved = _saved(out) if resume else {}
+    _check_out(out, resume)
+    saved = read_record(out) if resume else {}
     for name in FIXED:
         if name in given and name in saved and given[name] != saved[name]:
             raise UsageError(
                 f"{_flag(name)}={given[name]!r} differs from the run in --out={str(out)!r}, which has {saved[name]!r}; "
                 f"a resumed run keeps its settings: leave out {_flag(name)}, or start a new run with another --out."
             )
-    asked = {**saved, **given}
+    asked = {name: value for name, value in {**saved, **given}.items() if name in Settings.__dataclass_fields__}
     task, size = asked.get("task", task), asked.get("size", "tiny")
+    _check_choice("task", task, list(TASKS), "of models.train")
     _check_choice("size", size, list(TASKS[task]), f"of --task {task}")
     values = {**COMMON, **dataclasses.asdict(TASKS[task][size]), **asked, "task": task, "size": size}
     values.setdefault("warmup", min(100, values["steps"] // 10))
@@ -134,33 +139,41 @@ def parse(argv: list[str] | None = None) -> Settings:
     return settings
 
 
-def record(settings: Settings, data_digest: str) -> None:
+def write_record(settings: Settings, data_digest: str) -> None:
     """Writes what `--resume` reads: the settings of this run, and which data they were for."""
     fields = dataclasses.asdict(settings)
     del fields["out"], fields["resume"]
-    path = settings.out / RECORD
-    path.with_suffix(".tmp").write_text(json.dumps({**fields, "data_digest": data_digest}, indent=1), encoding="utf-8")
-    os.replace(path.with_suffix(".tmp"), path)
+    if settings.data is not None:
+        fields["data"] = str(Path(settings.data).absolute())  # the run may be resumed from another directory
+    write_whole(settings.out / RECORD, json.dumps({**fields, "data_digest": data_digest}, indent=1))
 
 
-def recorded_digest(out: Path) -> str:
-    return json.loads((out / RECORD).read_text(encoding="utf-8"))["data_digest"]
-
-
-def _saved(out: Path) -> dict[str, Any]:
-    if not list_steps(out / CHECKPOINTS):
-        raise UsageError(
-            f"--resume finds no checkpoint in --out={str(out)!r}; a run can be resumed once it has written one: leave "
-            "out --resume to start, or name the run's folder with --out."
-        )
+def read_record(out: Path) -> dict[str, Any]:
+    """What `write_record` wrote. Raises UsageError if it is damaged."""
+    path = out / RECORD
     try:
-        fields = json.loads((out / RECORD).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        fields = json.loads(path.read_bytes())
+        damage = _find_damage(fields)
+    except (OSError, ValueError) as error:  # no file, no JSON, or not even UTF-8
+        damage = str(error)
+    if damage:
         raise UsageError(
-            f"--resume can't read {str(out / RECORD)!r} ({error}); it holds the settings of the run: start a new run "
-            "with another --out."
-        ) from error
-    return {name: value for name, value in fields.items() if name in Settings.__dataclass_fields__}
+            f"--resume can't read {str(path)!r} ({damage}); it holds the settings of the run: repair it, or start a "
+            "new run with another --out."
+        )
+    return fields
+
+
+def _find_damage(fields: Any) -> str | None:
+    if not isinstance(fields, dict):
+        return "it is no JSON object"
+    types = {**get_type_hints(Settings), "data_digest": str}
+    for name in (*FIXED, "data_digest", *fields):
+        if name not in fields:
+            return f"it lacks {name!r}"
+        if not isinstance(fields[name], types.get(name, object)):
+            return f"{name!r} can't be {fields[name]!r}"
+    return None
 
 
 def _default_out(task: str, size: str, resume: bool) -> Path:
@@ -171,7 +184,27 @@ def _default_out(task: str, size: str, resume: bool) -> Path:
         taken.append(out)
     if not resume:
         return out
-    return next((run for run in reversed(taken) if list_steps(run / CHECKPOINTS)), first)
+    return next((run for run in reversed(taken) if list_steps(run)), first)
+
+
+def _check_out(out: Path, resume: bool) -> None:
+    """Raises UsageError if nothing can be written into `out`, or nothing resumed from it."""
+    if os.fsencode(out.absolute()) != str(out.absolute()).encode("utf-8", "replace"):
+        raise UsageError(f"--out={str(out)!r}: its path must be UTF-8, as tensorstore's are; choose another.")
+    try:
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out={str(out)!r} is a file; it must be a folder, or not exist: choose another.")
+        check_unlocked(out)
+        steps = list_steps(out)
+    except OSError as error:
+        raise unusable(out, error) from error
+    if not steps or not resume:
+        check_new(out)
+    if resume and not steps:
+        raise UsageError(
+            f"--resume finds no checkpoint in --out={str(out)!r}; a run can be resumed once it has written one: leave "
+            "out --resume to start, or name the run's folder with --out."
+        )
 
 
 def _flag(name: str) -> str:
@@ -187,7 +220,10 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
     for name, (rule, holds) in RULES.items():
         value = getattr(settings, name)
         if not holds(value):
-            raise UsageError(f"{_flag(name)}={value!r}: it must {rule}; change it, or leave it out for the default.")
+            source = "" if name in given or not settings.resume else f" (in {RECORD})"
+            raise UsageError(
+                f"{_flag(name)}={value!r}{source}: it must {rule}; change it, or leave it out for the default."
+            )
     if settings.warmup >= settings.steps and settings.warmup > 0:
         raise UsageError(
             f"--warmup={settings.warmup} with --steps={settings.steps}: the warmup must end before the last step; "
@@ -202,14 +238,16 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
                 )
     elif settings.context < 2:
         raise UsageError(f"--context={settings.context}: it must be at least 2 bytes; raise it.")
-    if settings.out.exists() and not settings.out.is_dir():
-        raise UsageError(f"--out={str(settings.out)!r} is a file; it must be a folder, or not exist: choose another.")
-    steps = list_steps(settings.out / CHECKPOINTS)
-    if steps and not settings.resume:
+    if settings.data is not None and _reads_itself(Path(settings.data), settings.out):
         raise UsageError(
-            f"--out={str(settings.out)!r} holds a run already, with a checkpoint at step {steps[-1]}; nothing is ever "
-            "written over: add --resume to continue it, or choose another --out."
+            f"--out={str(settings.out)!r} lies in --data={settings.data!r}, so that the run would read its own files "
+            "and could not be resumed: choose an --out elsewhere."
         )
+
+
+def _reads_itself(data: Path, out: Path) -> bool:
+    data, out = data.resolve(), out.resolve()
+    return data.is_dir() and out.is_relative_to(data) and not is_hidden(out, data)
 
 
 def _parser() -> argparse.ArgumentParser:

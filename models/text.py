@@ -54,13 +54,14 @@ class TextTask:
         self.batch_size = batch
         self.items_per_step = batch * config.context
         self.attention_shape = (config.context, config.heads, config.kv_heads, config.head_dim)  # T, N, K, H
-        self.source = (
-            f"{corpus.source}, {corpus.files} files: {len(corpus.train):,} bytes to train on, "
-            f"{len(corpus.validation):,} held out"
-        )
+        self.source = f"{corpus.files} file{'s' * (corpus.files != 1)} of {corpus.source}"
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
         self.validation_bytes = validation_bytes
         self._sum_of_losses = jax.jit(self._sum_of_losses_of_first)
+
+    def data_digest(self) -> str:
+        """Names the data, so that a resumed run can tell whether they have changed."""
+        return self.corpus.digest()
 
     def init(self) -> Params:
         """The parameters at step 0, as a nested dict."""

@@ -8,17 +8,21 @@
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pallas_fa import context_parallel as context_parallel
 from pallas_fa import masks as masks
 from pallas_fa import scores as scores
 from pallas_fa.api import dot_product_attention as dot_product_attention
 from pallas_fa.api import explain as explain
 
+if TYPE_CHECKING:
+    from pallas_fa import context_parallel as context_parallel
+    from pallas_fa import mosaic_gpu as mosaic_gpu
+    from pallas_fa import nn as nn
+
 __version__ = "0.1.0.dev0"
 __all__ = ["context_parallel", "dot_product_attention", "explain", "masks", "scores"]
-_WHEN_NEEDED = ("mosaic_gpu", "nn")  # nn imports Flax, which may not be there
+_WHEN_NEEDED = ("context_parallel", "mosaic_gpu", "nn")  # nn imports Flax, which may not be there
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +32,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_WHEN_NEEDED, "__version__", "__doc__"])
+    return sorted({*__all__, *_WHEN_NEEDED, "__version__", "__doc__"})

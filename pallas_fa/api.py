@@ -14,6 +14,8 @@ from pallas_fa.operands.pytree import arrays_of
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
+_attend = with_automatic_axes(attend)
+
 
 @overload
 def dot_product_attention(
@@ -102,8 +104,7 @@ def dot_product_attention(
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
     refuse_dropout(arguments)
-    run = with_automatic_axes(attend)
-    out, lse = run(query, key, value, bias, mask, implementation=implementation, **arguments)
+    out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **arguments)
     return (out, lse) if return_residual else out
 
 

@@ -4,7 +4,6 @@
 they mean is documented in `dot_product_attention`.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, get_type_hints
@@ -53,6 +52,8 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in given.items():
         if name not in _DEFAULTS:
+            import difflib
+
             near = difflib.get_close_matches(name, _DEFAULTS, n=1)
             remedy = f"Did you mean {near[0]}?" if near else "Leave it out."
             raise TypeError(f"{name}={value!r} is not an argument; known are {', '.join(_DEFAULTS)}. {remedy}")
@@ -85,7 +86,7 @@ def dropout_rate(rate: Any) -> float:
     """`dropout_rate`, checked."""
     if not is_static_number(rate) or not 0 <= rate < 1:
         raise ValueError(
-            f"dropout_rate={rate!r} must be a number in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
+            f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
         )
     return float(rate)
 

@@ -9,13 +9,10 @@ import jax
 from jax.typing import ArrayLike
 
 from pallas_fa.arguments import Arguments
-from pallas_fa.autodiff import forward_mode, recompute_by_rows, vjp
-from pallas_fa.backends import reference
+from pallas_fa.autodiff import vjp
 from pallas_fa.backends.choice import Choice, choose
-from pallas_fa.backends.xla import tangents
 from pallas_fa.masks import Mask
 from pallas_fa.problem import Operands, Problem, Residuals, normalise
-from pallas_fa.sharding import partitioned, platforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,35 +24,36 @@ class Attention:
 
     def forward(self, operands: Operands) -> tuple[Any, Any]:
         """Returns (out [B, T, N, Hv], lse [B, T, N])."""
-        return self._run(self.choice.backend, lambda backend: backend.forward, partitioned.forward, operands)
+        return self._run(self.choice.backend, "forward", operands)
 
     def backward(self, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         """Returns the gradients of `operands.differentiable`."""
-        run = lambda backend: backend.backward
-        return self._run(self.choice.gradients, run, partitioned.backward, residuals, d_out, d_lse)
+        return self._run(self.choice.gradients, "backward", residuals, d_out, d_lse)
+
+    # What few calls need is imported where it is needed: `import pallas_fa` stays fast.
 
     def recompute(self, operands: Operands) -> tuple[Any, Any]:
         """Returns what `forward` does, in plain JAX and O(T) memory; differentiable any number of times."""
+        from pallas_fa.autodiff import recompute_by_rows
+        from pallas_fa.backends import reference
+
         return recompute_by_rows.attention(reference.attention, self.problem, operands)
 
     def tangents(self, operands: Operands, lse: Any, operand_tangents: Any) -> tuple[Any, Any]:
         """Returns the tangents of out and lse from those of `operands.differentiable`, where None means zero."""
+        from pallas_fa.backends.xla import tangents
+
         return tangents.attention(self.problem, operands, lse, operand_tangents)
 
-    def _run(self, backend, direction, partition, *args):
-        """Runs one direction of `backend`; a kernel is partitioned over devices, and another backend runs elsewhere.
-
-        Args:
-          backend: a `Backend`.
-          direction: maps a backend to its forward or its backward.
-          partition: `partitioned.forward` or `partitioned.backward`.
-          *args: the arguments of the direction, after the problem.
-        """
+    def _run(self, backend, direction, *args):
+        """Runs one direction of `backend`; a kernel is partitioned over devices, and another backend runs elsewhere."""
         if backend.platform is None:
-            return direction(backend)(self.problem, *args)
-        kernel = functools.partial(partition(direction(backend)), self.problem)
+            return getattr(backend, direction)(self.problem, *args)
+        from pallas_fa.sharding import partitioned, platforms
+
+        kernel = functools.partial(getattr(partitioned, direction)(getattr(backend, direction)), self.problem)
         other = self.choice.elsewhere
-        elsewhere = other and functools.partial(direction(other), self.problem)
+        elsewhere = None if other is None else functools.partial(getattr(other, direction), self.problem)
         message = (
             f"implementation={backend.name!r} was named, but the program is lowered for a platform that it does not run on."
             f" It needs {backend.needs}. Run it there, name ({backend.name!r}, 'xla') to use XLA elsewhere, or leave"
@@ -87,8 +85,11 @@ def run(
     if attention.choice.backend.plain:
         out, lse = attention.forward(operands)
     elif problem.forward_mode:
+        from pallas_fa.autodiff import forward_mode
+
         out, lse = forward_mode.attention(attention, operands)
     else:
         out, lse = vjp.attention(attention, operands)
-    out, lse = (x.reshape(problem.dims.batch + x.shape[1:]) for x in (out, lse))
+    if len(problem.dims.batch) != 1:
+        out, lse = (x.reshape(problem.dims.batch + x.shape[1:]) for x in (out, lse))
     return out, lse

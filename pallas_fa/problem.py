@@ -137,7 +137,8 @@ def normalise(
     if bound_score is not None:
         bound_score = bound_score.bind(whole(dims))
 
-    q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
+    if len(dims.batch) != 1:
+        q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
     operands = Operands(q, k, v, bound_score, bound_mask)
     problem = Problem.of(
         operands,

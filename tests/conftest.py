@@ -9,6 +9,7 @@ os.environ["NPROC"] = "16"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
@@ -17,12 +18,26 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    from tests import layers
+
+    layers.thin(items)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     """xla works in chunks of 64 x 64, so that small cases have several, the last ones overlapping."""
     from pallas_fa.backends.xla import chunks
 
     monkeypatch.setattr(chunks, "_CHUNK_LOGITS", 1)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """XLA compiles in about half the time; the results are the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

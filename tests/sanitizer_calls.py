@@ -40,8 +40,12 @@ def main(names: Sequence[str] = ()) -> None:
         "bias, H=64": ((*two_heads, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
         "causal, H=256": ((*two_heads, 256), None, causal),
         "causal, H=64": ((*two_heads, 64), None, causal),
-        "full, pairs": ((*two_heads, 128), None, {"config": Config(forward=ForwardConfig(pairs=2))}),
-        "causal, pairs, H=64": ((*two_heads, 64), None, causal | {"config": Config(forward=ForwardConfig(1, pairs=2))}),
+        "full, pairs": ((*two_heads, 128), None, {"config": Config(forward=ForwardConfig(q_block_pairs=2))}),
+        "causal, pairs, H=64": (
+            (*two_heads, 64),
+            None,
+            causal | {"config": Config(forward=ForwardConfig(1, q_block_pairs=2))},
+        ),
         # Only where the diagonal ends at a tile's corner.
         "causal, heads of a tile before the next": ((256, 8, 1, 128), None, causal),
     }

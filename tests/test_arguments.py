@@ -40,6 +40,7 @@ def test_each_argument_is_documented_once():
     doc = pallas_fa.dot_product_attention.__doc__
     for name in inspect.signature(pallas_fa.dot_product_attention).parameters:
         assert doc.count(f"\n      {name}: ") == 1, name
+        assert (ROOT / "docs" / "arguments.md").read_text().count(f"\n| `{name}` | ") == 1, name
 
 
 @pytest.mark.parametrize("function", (pallas_fa.dot_product_attention, pallas_fa.explain, pallas_fa.nn.attention_fn))
@@ -83,9 +84,9 @@ def test_one_kind_of_argument_for_another(keywords, message):
 
 def test_masks_and_scores_are_not_true_or_false():
     with pytest.raises(TypeError, match="a Causal is not True or False.*`&`"):
-        masks.Causal() and masks.Window(3, 0)
+        _ = masks.Causal() and masks.Window(3, 0)
     with pytest.raises(TypeError, match="a SoftCap is not True or False.*`then`"):
-        scores.SoftCap(1.0) or None
+        _ = scores.SoftCap(1.0) or None
 
 
 @pytest.mark.parametrize("array", (np.ones((4, 4), bool), jnp.ones((4, 4), bool)), ids=("numpy", "jax"))
@@ -94,7 +95,7 @@ def test_an_array_does_not_combine_with_a_mask(array):
         with pytest.raises(TypeError, match=r"Wrap a bool array as pallas_fa.masks.Dense\(array\)"):
             combine(array, masks.Causal())
     with pytest.raises(TypeError, match="the class Window: make a mask of it"):
-        masks.Causal() & masks.Window  # pyright: ignore[reportOperatorIssue]
+        _ = masks.Causal() & masks.Window  # pyright: ignore[reportOperatorIssue]
 
 
 # ---- advice works when it is followed -----------------------------------------------------------------------------------

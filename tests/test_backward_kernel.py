@@ -16,12 +16,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks, scores
-from pallas_fa.backends.hopper import named_barriers
-from pallas_fa.backends.hopper.backward import plan as backward_plan
-from pallas_fa.backends.hopper.backward import work as backward_work
+from pallas_fa.backends.gpu import named_barriers
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.hopper.backward.backward import backward, why_no_backward
-from pallas_fa.backends.hopper.backward.plan import Plan, passes
-from pallas_fa.backends.hopper.config import BackwardConfig, Config, backward_configs
+from pallas_fa.backends.hopper.backward.choose import choose
+from pallas_fa.backends.hopper.backward.plan import passes
+from pallas_fa.backends.hopper.backward.scratch import on_gpu
+from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
+from pallas_fa.backends.hopper.config import BackwardConfig, Config
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
 from tests import cases
@@ -30,6 +33,7 @@ from tests.lowering import kernels
 
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 WIDE = dataclasses.replace(BASE, H=128, Hv=128)
+GPU = Gpu("9.0", 132, 227 * 1024)
 ONE_STAGE = Config(backward=BackwardConfig(compute_wgs=1, width=64, stages=(1, 1), ds_stages=1))
 
 CASES = {
@@ -77,14 +81,15 @@ def problem_of(case, keywords, qkv=None):
     return normalise(*(qkv or inputs.qkv), **inputs.keywords(inputs.arrays), **keywords)
 
 
-def interpreted(problem, operands, out, lse, d_out, d_lse):
+def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU):
     """The gradients, and whether races were found."""
     # Its only door is private: pallas has no public name for what the race detector found.
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(backward(problem, Residuals(operands, out, lse), d_out, d_lse, interpret=True))
+        results = backward(problem, Residuals(operands, out, lse), d_out, d_lse, gpu, interpret=True)
+        results = jax.block_until_ready(results)
         return results, gpu_callbacks.get_races().races_found
 
 
@@ -116,24 +121,24 @@ BY_TILE = {
 
 
 @pytest.mark.parametrize("name", BY_TILE)
-def test_heads_of_a_tile_before_the_next_tile(name, monkeypatch):
+def test_heads_of_a_tile_before_the_next_tile(name):
     """In two sections of heads, one from the first tile up, one from the last tile down."""
     changes, option = BY_TILE[name]
     case = dataclasses.replace(WIDE, **(dict(batch=(2,), T=384, S=384, N=4, K=2, mask="causal") | changes))
     keywords = {"config": Config(backward=BackwardConfig(by_tile=True, **option))}
-    monkeypatch.setattr(backward_plan, "MULTIPROCESSORS", 6)
+    gpu = dataclasses.replace(GPU, multiprocessors=6)
     problem, _ = problem_of(case, keywords)
-    plan = Plan.of(problem, passes(problem)[0], interpret=True)
-    assert plan.by_tile
-    assert (plan.blocks, plan.section) == (3, 2)
-    is_right_and_free_of_races(case, keywords)
+    plan = choose(problem, passes(problem)[0], gpu, interpret=True)
+    assert plan.order.by_tile
+    assert (plan.visits.blocks, plan.order.grid.l2_head_group) == (3, 2)
+    is_right_and_free_of_races(case, keywords, gpu)
 
 
 def test_by_tile_only_where_sections_fill_the_gpu_once():
     def goes(S, **changes):
         case = dataclasses.replace(WIDE, T=S, S=S, **(dict(batch=(2,), N=64, K=8, mask="causal") | changes))
         problem, _ = problem_of(case, {})
-        return Plan.of(problem, passes(problem)[0], interpret=False).by_tile
+        return choose(problem, passes(problem)[0], GPU).order.by_tile
 
     assert goes(1024)
     assert goes(4096)
@@ -148,16 +153,16 @@ def test_by_tile_only_where_sections_fill_the_gpu_once():
 @pytest.mark.parametrize(("mask", "N", "warps"), [("full", 1, 1), ("causal", 1, 2), ("causal", 8, 1)])
 def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warps):
     problem, _ = problem_of(dataclasses.replace(WIDE, T=256, S=256, mask=mask, N=N), {})
-    plan = Plan.of(problem, passes(problem)[0], interpret=False)
+    plan = choose(problem, passes(problem)[0], GPU)
     assert plan.config.store_warps == 2
-    assert plan.store_warps == warps
+    assert plan.order.store_warps == warps
 
 
-def is_right_and_free_of_races(case, keywords):
+def is_right_and_free_of_races(case, keywords, gpu=GPU):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
-    assert why_no_backward(problem) is None
-    gradients, races = interpreted(problem, operands, *residuals)
+    assert why_no_backward(problem, gpu) is None
+    gradients, races = interpreted(problem, operands, *residuals, gpu=gpu)
     assert not races
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
     truth = xla_gradients(exact, as_float32(operands), *as_float32(residuals))
@@ -172,9 +177,9 @@ def is_right_and_free_of_races(case, keywords):
 @pytest.mark.parametrize("name", [name for name in CASES if "sits out" in name])
 def test_a_warpgroup_sits_out_what_only_the_other_visits(name):
     problem, operands = problem_of(*CASES[name])
-    plan = Plan.of(problem, passes(problem)[0], interpret=True)
-    table = np.asarray(backward_work.visit_table(plan, operands.mask))
-    first, last = (table[..., i].reshape(*table.shape[:2], plan.blocks, -1) for i in (0, 3))
+    plan = choose(problem, passes(problem)[0], GPU, interpret=True)
+    table = np.asarray(plan.visits.table(operands.mask))
+    first, last = (table[..., i].reshape(*table.shape[:2], plan.visits.blocks, -1) for i in (0, 3))
     assert first.shape[-1] == 2
     assert ((first.max(-1) > first.min(-1)) | (last.max(-1) > last.min(-1))).any()
 
@@ -225,8 +230,8 @@ def test_a_share_without_visits_does_not_stretch_its_blocks():
     t, s = np.arange(T)[:, None], np.arange(T)
     band = (abs(t - s) < 128) & (s // 64 % 2 == 0)
     problem, operands = problem_of(dataclasses.replace(WIDE, T=T, S=T), {"mask": band})
-    plan = Plan.of(problem, passes(problem)[0], interpret=True)
-    table = np.asarray(backward_work.visit_table(plan, operands.mask)).reshape(plan.blocks, 2, 4)
+    plan = choose(problem, passes(problem)[0], GPU, interpret=True)
+    table = np.asarray(plan.visits.table(operands.mask)).reshape(plan.visits.blocks, 2, 4)
     assert (table[:, 1, 0] == table[:, 1, 3]).all()
     visited = table[..., 3].max(1) - table[..., 0].min(1)
     assert (visited == table[:, 0, 3] - table[:, 0, 0]).all()
@@ -276,10 +281,10 @@ def lower_backward(case, **keywords):
 
     def fn(q, k, v, arrays, out, lse, d_out, d_lse):
         problem, operands = normalise(q, k, v, **inputs.keywords(arrays), **keywords)
-        reason = why_no_backward(problem)
+        reason = why_no_backward(problem, GPU)
         if reason is not None:
             raise NotImplementedError(reason)
-        return backward(problem, Residuals(operands, out, lse), d_out, d_lse)
+        return backward(problem, Residuals(operands, out, lse), d_out, d_lse, GPU)
 
     B, T, N = inputs.d_lse.reshape(-1, *inputs.d_lse.shape[-2:]).shape
     like = functools.partial(jax.ShapeDtypeStruct, (B, T, N, case.Hv), inputs.d_out.dtype)
@@ -319,10 +324,10 @@ def test_every_length_lowers(T, S, dtype):
 
 @pytest.mark.parametrize("gives", [("dk", "dv", "dq"), ("dk", "dv"), ("dq",)])
 @pytest.mark.parametrize("H", [64, 128])
-@pytest.mark.parametrize("alike", [False, True])
-def test_every_config_lowers(gives, H, alike):
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_config_lowers(gives, H, masked):
     deterministic = gives != ("dk", "dv", "dq")
-    for config in backward_configs(gives, H, H, 4096, group=1, alike=alike, from_table=not alike):
+    for config in backward_configs(BackwardFacts(gives, H, H, 4096, group=1, masked=masked, visit_table=masked)):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
@@ -341,7 +346,7 @@ def test_options_of_a_config_lower(option, mask):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [*((name, 0) for name in ("compute_wgs", "width", "ds_stages", "head_section", "store_warps")), ("stagger", -1)],
+    [*((name, 0) for name in ("compute_wgs", "width", "ds_stages", "l2_head_group", "store_warps")), ("stagger", -1)],
 )
 def test_a_wrong_configuration_says_why(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
@@ -359,7 +364,7 @@ def test_every_table_config_has_registers_and_memory():
         case = dataclasses.replace(LOWERED, H=H, Hv=H)
         problem, _ = problem_of(case, {})
         for gives in passes(problem):
-            assert Plan.of(problem, gives, interpret=False).shared_memory() <= 227 * 1024
+            assert fits(on_gpu(choose(problem, gives, GPU)), GPU)
 
 
 def test_a_custom_mask_and_score_lower():

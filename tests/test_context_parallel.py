@@ -342,7 +342,7 @@ def call(attention=ring_attention, length=4, specs=None, heads=2, **keywords):
     """A call on 4 devices."""
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.ones((2, length * 4, heads, 8))
-    keywords = {"axis_name": "ring", "is_causal": True, **keywords}
+    keywords = {"axis_name": "ring", "is_causal": True, "placement": "zigzag", **keywords}
     local = lambda q, k, v: attention(q, k, v, **keywords)
     specs = specs or (P(None, "ring"),) * 3
     return jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, ("data", "ring"))), x, x, x)
@@ -354,6 +354,8 @@ def call(attention=ring_attention, length=4, specs=None, heads=2, **keywords):
         (ValueError, "axis_name='rings' is not an axis of a mesh that is manual here", {"axis_name": "rings"}),
         (TypeError, r"axis_name=\('data', 'ring'\) must be one name", {"axis_name": ("data", "ring")}),
         (ValueError, "placement='zig' is not a way", {"placement": "zig"}),
+        (NotImplementedError, "forward_mode=True: .* reverse mode only", {"forward_mode": True}),
+        (NotImplementedError, "dropout_rate=0.1: this function has no dropout", {"dropout_rate": 0.1}),
         (ValueError, "query has the odd length 3 on each of 4 devices", {"length": 3}),
         (ValueError, "key is the same on all devices", {"specs": (P(None, "ring"), P(), P(None, "ring"))}),
         (ValueError, "query is the same on all devices", {"specs": (P(), P(None, "ring"), P(None, "ring"))}),
@@ -383,9 +385,16 @@ def test_errors(error, message, keywords):
 def test_explicit_axes_beside_a_manual_one(attention):
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.device_put(tokens(N)["query"], NamedSharding(mesh, P("data", "ring")))
-    local = lambda x: attention(x, x, x, axis_name="ring")
+    local = lambda x: attention(x, x, x, axis_name="ring", placement="zigzag")
     with pytest.raises(ValueError, match="query is sharded over the explicit mesh axes \\['data'\\]"):
         jax.shard_map(local, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"), axis_names={"ring"})(x)
+
+
+def test_a_ring_must_be_told_the_placement():
+    """In the wrong order of the sequence the results are wrong without an error."""
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(TypeError, match="placement"):
+        ring_attention(x, x, x, axis_name="ring")  # pyright: ignore[reportCallIssue]
 
 
 def test_zigzag_of_a_length_that_it_does_not_divide():

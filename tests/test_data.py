@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from models.baseline import OrderTwo
 from models.data import Corpus, load_corpus, load_digits
+from models.errors import UsageError
 
 
 def test_order_two_against_counts_by_hand():
@@ -62,6 +64,19 @@ def test_a_single_file_is_cut_so_that_both_sides_get_some(tmp_path):
     corpus = load_corpus(str(file), context=32)
     assert len(corpus.validation) == 100
     assert len(corpus.train.tobytes().replace(b"\x00", b"")) == 1900
+
+
+@pytest.mark.parametrize("size", [1, 32, 1000])
+def test_what_is_said_of_a_text_adds_up_to_its_bytes(tmp_path, size):
+    """The bytes put between the pieces of a file are none of its."""
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * size)
+    try:
+        said = load_corpus(str(file), context=2).source
+    except UsageError as error:  # where it is too short
+        said = str(error)
+    counts = re.search(r"([\d,]+) bytes to train on and ([\d,]+) held out", said)
+    assert counts is not None and sum(int(count.replace(",", "")) for count in counts.groups()) == size, said
 
 
 def test_batches_depend_on_seed_and_step_alone():

@@ -13,7 +13,6 @@ import pytest
 import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends import choice
-from pallas_fa.backends.gpu import devices
 from pallas_fa.problem import normalise
 
 NAMES = ("mosaic_gpu", "xla", "reference")
@@ -150,7 +149,7 @@ def test_explain_names_what_the_kernels_cannot_do(keywords, reason):
 
 
 def test_explain_says_what_runs_on_a_machine_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "of_platform", lambda platform: [])
+    monkeypatch.setattr(choice, "cuda_devices", list)
     said = lines(*inputs("bfloat16", H=64))
     assert said["mosaic_gpu"] == "runs this call where it is lowered for a CUDA GPU"
     assert said["xla"] == f"runs this call on this machine's {jax.default_backend()}"

@@ -266,6 +266,17 @@ def test_dropout_equals_flax(batch, broadcast_dropout):
     assert "reference: runs this call, dropout in plain jnp" in text and "xla: cannot: it has no dropout" in text
 
 
+def test_linen_drops_no_dropout_on_the_way_to_the_function_itself():
+    """linen passes what a function's signature names, and leaves the rest out without a word."""
+    x, key = jnp.ones((1, 4, 8)), jax.random.key(0)
+    fields = {"num_heads": 2, "attention_fn": pallas_fa.dot_product_attention}
+    with pytest.raises(NotImplementedError, match="dropout_rate=0.1.*attention_fn=pallas_fa.nn.attention_fn"):
+        module = flax.linen.MultiHeadDotProductAttention(**fields, dropout_rate=0.1)
+        module.init_with_output({"params": key, "dropout": key}, x, deterministic=False)
+    out, _ = flax.linen.MultiHeadDotProductAttention(**fields).init_with_output(key, x)
+    assert out.shape == x.shape
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_dropout_in_modules(framework):
     x = normal(1, 2, T, D)

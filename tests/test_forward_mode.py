@@ -321,5 +321,7 @@ def test_explain_says_what_computes_the_derivatives():
 
 
 def test_forward_mode_has_to_be_asked_for(primals, dots):
-    with pytest.raises(TypeError, match="forward-mode autodiff .* custom_vjp"):  # JAX's message, quoted in the README
+    with pytest.raises(
+        TypeError, match="forward-mode autodiff .* custom_vjp"
+    ):  # JAX's message, quoted in docs/forward-mode.md
         jax.jvp(pallas_fa.dot_product_attention, primals, dots)

@@ -53,18 +53,21 @@ def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 
 
-# With so few heads the tables choose no pairs: blocks of threads would be too few.
+# With so few heads the tables choose no pairs: there would be too few CTAs.
 PAIRS = (
-    (Case(1000, 1000, "causal", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(3, takes_turns=True, pairs=3)),
-    (Case(1500, 1500, "packed", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(2, takes_turns=True, pairs=4)),
-    (Case(1500, 1500, "packed", "plain", "float16", N=4, K=2, H=128, Hv=128), ForwardConfig(takes_turns=True, pairs=2)),
-    (Case(1000, 900, "full", "plain", "float16", H=128, Hv=128), ForwardConfig(q_in_registers=True, pairs=1)),
-    (Case(1333, 517, "dense", "bias", "float16", H=128, Hv=128), ForwardConfig(2, 64, pairs=2)),
-    (Case(1333, 517, "lengths", "everything", "bfloat16", H=64, Hv=64), ForwardConfig(2, 64, pairs=3)),
+    (Case(1000, 1000, "causal", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(3, ping_pong=True, q_block_pairs=3)),
+    (Case(1500, 1500, "packed", "plain", "bfloat16", H=64, Hv=64), ForwardConfig(2, ping_pong=True, q_block_pairs=4)),
+    (
+        Case(1500, 1500, "packed", "plain", "float16", N=4, K=2, H=128, Hv=128),
+        ForwardConfig(ping_pong=True, q_block_pairs=2),
+    ),
+    (Case(1000, 900, "full", "plain", "float16", H=128, Hv=128), ForwardConfig(q_in_registers=True, q_block_pairs=1)),
+    (Case(1333, 517, "dense", "bias", "float16", H=128, Hv=128), ForwardConfig(2, 64, q_block_pairs=2)),
+    (Case(1333, 517, "lengths", "everything", "bfloat16", H=64, Hv=64), ForwardConfig(2, 64, q_block_pairs=3)),
 )
 
 
-@pytest.mark.parametrize(("case", "config"), PAIRS, ids=[f"{case}-{config.pairs}" for case, config in PAIRS])
+@pytest.mark.parametrize(("case", "config"), PAIRS, ids=[f"{case}-{config.q_block_pairs}" for case, config in PAIRS])
 def test_pairs_of_blocks_are_accurate(case, config, check):
     check(case, "mosaic_gpu", gradients=False, config=Config(forward=config))
 

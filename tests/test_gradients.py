@@ -1,4 +1,4 @@
-"""Every gradient against float64 truth: the table, and what it cannot express."""
+"""Gradients against float64 truth: what the table of cases (test_table.py) cannot express."""
 
 import jax
 import jax.numpy as jnp
@@ -7,23 +7,12 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
-from tests import accuracy, cases
-from tests.cases import TABLE, Case
+from tests import cases
+from tests.cases import Case
 
 IMPLEMENTATIONS = ("xla", "reference")
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-@pytest.mark.parametrize("case", TABLE, ids=str)
-def test_table(case, check):
-    check(case, "xla", gradients=True)
-
-
-@pytest.mark.parametrize("case", [c for c in TABLE if c.dtype in accuracy.RELATIVE], ids=str)
-def test_table_by_the_reference(case, check):
-    """Differentiated by JAX; in 16 bits it casts to float32 first, which the forward table covers."""
-    check(case, "reference", gradients=True)
 
 
 @pytest.mark.smoke

@@ -35,6 +35,7 @@ SAME = {
     "bias of rank 3": {"bias": _NORMAL(N, 1, S)},
     "bias of rank 2": {"bias": _NORMAL(T, S)},
     "bias of rank 1": {"bias": _NORMAL(S)},
+    "is_causal of None": {"is_causal": None},
     "bias of another dtype": {"bias": _NORMAL(N, T, S).astype(jnp.bfloat16)},
     "mask": {"mask": _BOOL(B, N, T, S)},
     "mask of keys": {"mask": _BOOL(B, 1, 1, S)},
@@ -99,6 +100,22 @@ def test_agrees_without_batch_dims():
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((T, N, H), (S, 2, H), (S, 2, H)))
     agree(q, k, v, {"bias": _NORMAL(N, 1, S), "mask": _BOOL(T, S), "is_causal": True})
+
+
+def test_agrees_with_a_batch_dim_that_the_queries_lack():
+    """`jax.nn` adds one to queries without it, and takes biases, masks and lengths that have it."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((T, N, H), (S, 2, H), (S, 2, H)))
+    agree(q, k, v, {"bias": _NORMAL(1, N, T, S), "mask": _BOOL(1, 1, T, S)})
+    agree(q, k, v, {"query_seq_lengths": np.array([9]), "key_value_seq_lengths": np.array([20])})
+
+
+def test_an_integer_bias_agrees():
+    rng = np.random.default_rng(1)
+    q, bias = rng.standard_normal((B, T, N, H), np.float32), np.arange(N * T, dtype=np.int32).reshape(N, 1, T) % 3
+    np.testing.assert_allclose(
+        pallas_fa.dot_product_attention(q, q, q, bias), jax.nn.dot_product_attention(q, q, q, bias), atol=1e-5
+    )
 
 
 def test_residual_agrees():

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends import reference
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.forward import forward
 from pallas_fa.backends.hopper.forward import load as forward_load
@@ -17,12 +18,12 @@ from pallas_fa.problem import normalise
 from tests.cases import Case
 
 TWO, THREE = (Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64)) for wgs in (2, 3))
-IN_TURNS, THREE_IN_TURNS = (
-    Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64, takes_turns=True)) for wgs in (2, 3)
+PING_PONG, THREE_PING_PONG = (
+    Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64, ping_pong=True)) for wgs in (2, 3)
 )
-PAIRS_IN_TURNS = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, pairs=1, takes_turns=True))
-TWO_PAIRS = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, pairs=2))
-PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, pairs=1))
+PAIRS_PING_PONG = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, q_block_pairs=1, ping_pong=True))
+TWO_PAIRS = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=2))
+PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1))
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -40,17 +41,20 @@ CASES = {
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
-    "in turns, causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), IN_TURNS),
-    "in turns, 3 warpgroups, two absent at the start, bias": (
+    "ping-pong, causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), PING_PONG),
+    "ping-pong, 3 warpgroups, two in front padding, bias": (
         dataclasses.replace(BASE, T=200, mask="window_causal", score="bias_shared"),
-        THREE_IN_TURNS,
+        THREE_PING_PONG,
     ),
-    "in turns, 3 warpgroups, one absent at the start, every kind of score": (
+    "ping-pong, 3 warpgroups, one in front padding, every kind of score": (
         dataclasses.replace(BASE, mask="bottom_right", score="everything"),
-        THREE_IN_TURNS,
+        THREE_PING_PONG,
     ),
-    "pairs in turns, segments": (dataclasses.replace(BASE, T=400, mask="segments"), PAIRS_IN_TURNS),
-    "pairs in turns, steps of one warpgroup": (dataclasses.replace(BASE, T=300, S=300, mask="causal"), PAIRS_IN_TURNS),
+    "pairs and ping-pong, segments": (dataclasses.replace(BASE, T=400, mask="segments"), PAIRS_PING_PONG),
+    "pairs and ping-pong, steps of one warpgroup": (
+        dataclasses.replace(BASE, T=300, S=300, mask="causal"),
+        PAIRS_PING_PONG,
+    ),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score": (dataclasses.replace(BASE, mask="causal", score="everything"), PAIRED),
     "pairs, dense mask, bias": (dataclasses.replace(BASE, mask="dense", score="bias_shared"), PAIRED),
@@ -67,7 +71,7 @@ def interpreted(problem, operands):
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(forward.forward(problem, operands, interpret=True))
+        results = jax.block_until_ready(forward.forward(problem, operands, Gpu.visible(), interpret=True))
         return results, gpu_callbacks.get_races().races_found
 
 

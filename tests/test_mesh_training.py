@@ -23,7 +23,7 @@ from models import step, train
 from models.mesh import ONE_DEVICE, make_layout, parse_mesh
 from models.text import TextTask, model_config
 from tests.test_sharding import collectives
-from tests.test_train import SENTENCE, losses
+from tests.training import SENTENCE, losses
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED = 6, 3

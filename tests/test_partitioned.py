@@ -19,6 +19,7 @@ import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends import choice, hopper
 from pallas_fa.backends import xla as xla_backend
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.record import Backend
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
@@ -377,9 +378,11 @@ def test_the_kernels_of_one_device_lower(spec):
         shard = DeviceShard.of(mesh, problem, dict(zip(OUT, axes, strict=False)), dict.fromkeys(KEY, ()), {})
         call = functools.partial(shards_of, shard, problem)
         letters = letters_of_operands(operands)
-        out, lse = call(hopper.backend().forward, (operands,), (letters,), (OUT, LSE))
+        out, lse = call(hopper.backend(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
         arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
-        return call(hopper.backend().backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____"))
+        return call(
+            hopper.backend(Gpu.visible()).backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____")
+        )
 
     assert kernels(run, q, k, k, bias, slopes, allowed) == 2
 

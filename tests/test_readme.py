@@ -5,7 +5,6 @@ import pathlib
 import re
 import tomllib
 
-import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,14 +26,6 @@ def _blocks(page):
 BLOCKS = [
     pytest.param(page, *block, id=f"{page.relative_to(ROOT)}:{block[0]}") for page in PAGES for block in _blocks(page)
 ]
-
-
-@pytest.fixture
-def quick_compilation():
-    """XLA compiles in half the time; the results are the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -135,3 +126,11 @@ def test_speed_in_the_readme_is_that_of_the_rows():
                 cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
             lines.append(f"| {direction}, {mask} | {' | '.join(cells)} |")
     assert "\n".join(lines) in README.read_text(encoding="utf-8"), "The rows say:\n" + "\n".join(lines)
+
+
+def test_records_that_code_cites_exist():
+    group = "|".join(path.name for path in (ROOT / "docs" / "decisions").iterdir() if path.is_dir())
+    cited = re.compile(rf"\b((?:{group})/[a-z0-9][a-z0-9-]+)\b(?!\.py)")
+    found = {x for path in (ROOT / "pallas_fa").rglob("*.py") for x in cited.findall(path.read_text())}
+    assert len(found) > 20
+    assert not [x for x in found if not (ROOT / "docs" / "decisions" / f"{x}.md").exists()]

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import training
 from benchmarks.loss_curves import KIND
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 6
 
 
@@ -46,12 +47,3 @@ def test_all_attentions_learn_alike(run):
     np.testing.assert_allclose(ours["losses"], base["losses"], rtol=1e-4)
     assert base["losses"][-1] < base["losses"][0]
     assert ours["max_difference"] == pytest.approx(np.abs(np.subtract(ours["losses"], base["losses"])).max(), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [(["--contexts", "33"], r"--contexts \[33\]"), (["--implementations", "torch:flash"], "--implementations.*torch")],
-)
-def test_what_is_not_there_is_said(argv, message):
-    with pytest.raises(SystemExit, match=message):
-        training.main(["--suite", "tiny", *argv])

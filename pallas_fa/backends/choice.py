@@ -1,12 +1,13 @@
 """Chooses the backend that runs a problem, and explains why the others do not."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 
 from pallas_fa.backends import hopper, reference, xla
-from pallas_fa.backends.gpu import devices
+from pallas_fa.backends.gpu.device import Gpu, cuda_devices
 from pallas_fa.backends.record import Backend
 from pallas_fa.masks import Causal
 from pallas_fa.masks.base import parts_of
@@ -16,7 +17,7 @@ from pallas_fa.problem import Problem
 
 def backends() -> tuple[Backend, ...]:
     """Returns all backends, in the order in which `implementation=None` tries them."""
-    return hopper.backend(), xla.BACKEND, reference.BACKEND
+    return hopper.backend(Gpu.visible()), xla.BACKEND, reference.BACKEND
 
 
 _LET_CHOOSE = "Use implementation=None to let the library choose."
@@ -48,7 +49,13 @@ def choose(problem: Problem, implementation: str | Sequence[str] | None) -> Choi
       NotImplementedError: no backend supports the problem; the message has every reason.
       ValueError, TypeError: `implementation` names no backend.
     """
-    named = _named(implementation, problem)
+    remembered = isinstance(implementation, (str, tuple, type(None)))  # a list can't be hashed
+    return (_choose if remembered else _choose.__wrapped__)(problem, implementation, backends())
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(problem, implementation, known) -> Choice:
+    named = _named(problem, implementation, known)
     reasons = {backend.name: backend.supports(problem).forward for backend in named}
     able = [backend for backend in named if reasons[backend.name] is None]
     if not able:
@@ -59,25 +66,26 @@ def choose(problem: Problem, implementation: str | Sequence[str] | None) -> Choi
         )
     chosen = able[0]
     elsewhere = next((backend for backend in able[1:] if backend.platform is None), None)
-    return Choice(chosen, elsewhere, _gradients(problem, chosen))
+    return Choice(chosen, elsewhere, _gradients(problem, chosen, known))
 
 
-def _gradients(problem, backend):
+def _gradients(problem, backend, known):
     """Returns `backend` if it supports the backward, else the first of the default order that does."""
-    able = (b for b in (backend, *_named(None, problem)) if b.supports(problem).backward is None)
+    able = (b for b in (backend, *_named(problem, None, known)) if b.supports(problem).backward is None)
     return next(able, backend)
 
 
 def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str:
     """Returns one line for each backend: whether it runs `problem`, and why not."""
-    named = _named(implementation, problem)
+    known = backends()
+    named = _named(problem, implementation, known)
     able = [backend for backend in named if backend.supports(problem).forward is None]
     chosen, second, *_ = [*able, None, None]
     lines = []
-    for backend in backends():
+    for backend in known:
         reason = backend.supports(problem).forward
         if backend == chosen:
-            verdict = "runs this call" + _remark(problem, backend)
+            verdict = "runs this call" + _remark(problem, backend, known)
         elif reason is not None:
             verdict = f"cannot: {reason}"
         elif backend == second and chosen is not None and not _runs_here(chosen):
@@ -98,22 +106,23 @@ def _is_top_left(causal):
 
 
 def _runs_here(backend):
-    return backend.platform is None or bool(devices.of_platform(backend.platform))
+    return backend.platform is None or bool(cuda_devices())
 
 
-def _remark(problem, backend):
+def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
-    other = _gradients(problem, backend)
     if problem.dropout_rate:
         return ", dropout in plain jnp with the T x S weights in memory"
     if backend.platform is None:
         return ""
-    reason = "forward_mode=True" if problem.forward_mode else backend.supports(problem).backward
-    return where + (f"; {other.name} computes its gradients, because {reason}" if reason else "")
+    reason, other = backend.supports(problem).backward, _gradients(problem, backend, known).name
+    if problem.forward_mode:
+        reason, other = "forward_mode=True", "xla"
+    return where + (f"; {other} computes its gradients, because {reason}" if reason else "")
 
 
-def _named(implementation, problem) -> tuple[Backend, ...]:
-    known = {backend.name: backend for backend in backends()}
+def _named(problem, implementation, known) -> tuple[Backend, ...]:
+    known = {backend.name: backend for backend in known}
     # Only 'reference', which None does not choose otherwise, has dropout yet.
     default = tuple(backend.name for backend in known.values() if backend.by_default or problem.dropout_rate)
     names = default if implementation is None else implementation

@@ -7,10 +7,9 @@ import jax
 from jax.typing import ArrayLike
 
 from pallas_fa.arguments import Arguments, refuse_dropout, refuse_forward_mode, segment_mask, with_signature
-from pallas_fa.context_parallel import checks, hops
+from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement
-from pallas_fa.context_parallel.ring import Ring, with_sharded_segments
 from pallas_fa.masks import Lengths, Mask
 from pallas_fa.operands.dims import ShardedDims
 from pallas_fa.problem import normalise
@@ -101,6 +100,9 @@ def ring_attention(
       ValueError, TypeError: an argument is wrong; raised while tracing.
       NotImplementedError: the named implementation cannot do the call; the message says why.
     """
+    from pallas_fa.context_parallel import hops  # only rings need it: `import pallas_fa` stays fast
+    from pallas_fa.context_parallel.ring import Ring, with_sharded_segments
+
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
     checks.refuse_reference(implementation)

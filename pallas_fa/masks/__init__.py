@@ -5,11 +5,9 @@ from pallas_fa.masks.band import Window as Window
 from pallas_fa.masks.base import And as And
 from pallas_fa.masks.base import Mask as Mask
 from pallas_fa.masks.base import Or as Or
-from pallas_fa.masks.base import parts_of as parts_of
 from pallas_fa.masks.custom import Custom as Custom
 from pallas_fa.masks.dense import Dense as Dense
 from pallas_fa.masks.lengths import Lengths as Lengths
-from pallas_fa.masks.lengths import lengths_of as lengths_of
 from pallas_fa.masks.segments import Segments as Segments
 
 __all__ = ["And", "Causal", "Custom", "Dense", "Lengths", "Mask", "Or", "Segments", "Window"]

@@ -16,8 +16,11 @@ class Custom(Mask):
     """fn(b, n, t, s, *slices) -> bool: any elementwise rule in jnp.
 
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
-    broadcastable, so it never indexes an array. It must not close over arrays. `ranges`: a mask known to allow all
-    that `fn` allows; only its ranges are used, to skip tiles (without it every tile is visited).
+    broadcastable, so it never indexes an argument. `fn` may index an array that it closes over by b, n, t and s; the kernels
+    can't do that. `ranges`: a mask known to allow all that `fn` allows; only its ranges are used, to skip tiles (without it
+    every tile is visited).
+
+    A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not bool.
     """
 
     fn: Callable[..., Any]
@@ -36,9 +39,18 @@ class Custom(Mask):
         object.__setattr__(self, "ranges", ranges)
 
     def bind(self, dims, lengths):
-        arrays = (dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays))
+        from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
+
+        arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
+        dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=False)
+        if dtype != jnp.bool_:
+            raise TypeError(
+                f"masks.Custom: fn={self.fn!r} returned an array of dtype {dtype}; it must be bool (True: may attend). Where"
+                " any other value than 0 means that, return `result != 0`."
+            )
+        fn, closed_over = closure.convert(self.fn, closed_over)
         ranges = None if self.ranges is None else self.ranges.bind(dims, lengths)
-        return Custom(self.fn, *arrays, ranges=ranges)
+        return Custom(fn, *arrays, *closed_over, ranges=ranges)
 
     def moved(self, part):
         ranges = None if self.ranges is None else self.ranges.moved(part)

@@ -3,9 +3,6 @@
 from pallas_fa.scores.alibi import Alibi as Alibi
 from pallas_fa.scores.base import Chain as Chain
 from pallas_fa.scores.base import Score as Score
-from pallas_fa.scores.base import evaluate as evaluate
-from pallas_fa.scores.base import float_arrays as float_arrays
-from pallas_fa.scores.base import with_float_arrays as with_float_arrays
 from pallas_fa.scores.bias import Bias as Bias
 from pallas_fa.scores.custom import Custom as Custom
 from pallas_fa.scores.soft_cap import SoftCap as SoftCap

@@ -16,8 +16,11 @@ class Custom(Score):
     """fn(x, b, n, t, s, *slices) -> x: any elementwise function in jnp.
 
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
-    broadcastable, so it never indexes an array. It must not close over arrays. Arrays of a float dtype come to `fn` in the
-    dtype of x, and get gradients.
+    broadcastable, so it never indexes an argument. Arrays of a float dtype come to `fn` in the dtype of x, and get
+    gradients. `fn` may index an array that it closes over by b, n, t and s; the kernels can't do that, and gradients of
+    such an array raise. The result, of any float dtype and broadcastable to x, is converted to the dtype of x.
+
+    A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not a float.
     """
 
     fn: Callable[..., Any]
@@ -30,10 +33,21 @@ class Custom(Score):
         object.__setattr__(self, "arrays", tuple(x if is_array(x) else jnp.asarray(x) for x in arrays))
 
     def bind(self, dims):
-        return Custom(self.fn, *(dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)))
+        from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
+
+        arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
+        dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=True)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"scores.Custom: fn={self.fn!r} returned an array of dtype {dtype}; it must be a float. Convert it with"
+                " `.astype(x.dtype)`; a rule that allows or forbids is a masks.Custom."
+            )
+        fn, closed_over = closure.convert(self.fn, closed_over)
+        return Custom(fn, *arrays, *closed_over)
 
     def moved(self, part):
         return Custom(AtGlobalIndices(self.fn, 1), *part.origin, *self.arrays)
 
     def apply(self, x, b, n, t, s):
-        return self.fn(x, b, n, t, s, *self.arrays)
+        y = jnp.asarray(self.fn(x, b, n, t, s, *self.arrays), x.dtype)
+        return jnp.broadcast_to(y, x.shape)

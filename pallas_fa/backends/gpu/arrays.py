@@ -1,20 +1,23 @@
-"""How the arrays of masks and scores reach a kernel's tiles.
+"""How the arrays of masks and scores reach a kernel's tiles of logits.
 
-An array [B|1, N|1, T|1, S|1] is, seen from a tile of queries and keys, a scalar, a row (one value per key), a column
-(one value per query) or a tile. Scalars are read from device memory where they are used; the others come by TMA, which
-asks for rows of a multiple of 16 bytes (32 here, for tiles). No broadcast dim is ever materialised.
+Seen from a tile of logits [queries, keys], an array [B|1, N|1, T|1, S|1] is a scalar, a row (one value per key), a column
+(one value per query) or a tile. A kernel that holds logits as [keys, queries] transposes its arrays first. Scalars are
+read from device memory where they are used. The others are copied to shared memory by TMA, which asks for rows of a
+multiple of 16 bytes (32 here, for tiles). No broadcast dim is ever materialised.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.tiles import swizzle
+from pallas_fa.backends.gpu.shared_memory import swizzle
 
 _EXACT_IN_FLOAT32 = ("bfloat16", "float16", "float32")
 _EXACT_IN_INT32 = ("bool", "int8", "int16", "int32", "uint8", "uint16")
@@ -23,7 +26,10 @@ _TILE_DTYPES = ("bfloat16", "float16", "float32", "bool", "int8", "int32")
 
 @dataclasses.dataclass(frozen=True)
 class KernelArray:
-    """One array of a mask or a score as a kernel sees it: its kind, its dtypes outside and inside device memory."""
+    """One array of a mask or a score as a kernel sees it.
+
+    `dtype` is that of the call, `stored_dtype` the one in memory. `row_bytes`: of a row in memory, padding included.
+    """
 
     kind: Literal["scalar", "row", "column", "tile"]
     dtype: np.dtype
@@ -48,14 +54,14 @@ class KernelArray:
         return cls(kind, dtype, stored, x.shape[0] > 1, x.shape[1] > 1, row_bytes)
 
     def why_not(self) -> str | None:
-        """None if a kernel can load it, else the reason."""
+        """Returns None if a kernel can load it, else the reason."""
         names = _TILE_DTYPES if self.kind == "tile" else _EXACT_IN_FLOAT32 + _EXACT_IN_INT32
         if self.dtype.name in names:
             return None
         return f"an array of a mask or score has dtype {self.dtype.name}; the kernels load {', '.join(names)}"
 
     def in_memory(self, x: jax.Array) -> jax.Array:
-        """The array as the kernel takes it: [B|1, N|1] + [], [S], [T] or [T, S], rows padded to 16 bytes."""
+        """Returns the array as the kernel takes it: [B|1, N|1] + [], [S], [T] or [T, S], rows padded to `row_bytes`."""
         x = x.astype(self.stored_dtype)
         if self.kind == "scalar":
             return x[:, :, 0, 0]
@@ -66,22 +72,85 @@ class KernelArray:
         return jnp.pad(x, padding) if any(after for _, after in padding) else x
 
     def index(self, b: Any, n: Any) -> tuple[Any, Any]:
-        """Where batch entry b and query head n lie in its first two dims."""
+        """Returns where batch entry b and query head n lie in its first two dims."""
         return (b if self.batched else 0), (n if self.per_head else 0)
 
-    def scratch(self, stages: int, compute_wgs: int, rows: int, columns: int) -> Any:
-        """Shared memory for it: `stages` of rows or tiles; columns stay for the whole block of queries."""
-        if self.kind == "row":
-            return plgpu.SMEM((stages, columns), self.stored_dtype)
-        if self.kind == "column":
-            return plgpu.SMEM((compute_wgs, rows), self.stored_dtype)
+    def scratch(self, *lead: int, rows: int, columns: int) -> Any:
+        """Returns shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
+        if self.kind != "tile":
+            return plgpu.SMEM((*lead, columns if self.kind == "row" else rows), self.stored_dtype)
         width = math.gcd(self.row_bytes, columns * self.stored_dtype.itemsize)
-        return plgpu.SMEM(
-            (stages, compute_wgs, rows, columns), self.stored_dtype, transforms=swizzle(self.stored_dtype, width)
-        )
+        transforms = swizzle(self.stored_dtype, width)
+        return plgpu.SMEM((*lead, rows, columns), self.stored_dtype, transforms=transforms)
+
+    def load(self, smem: Any, shape: tuple[int, int], layout: Any) -> Any:
+        """Loads its part of a tile of logits, broadcast to the tile's `shape` and in its `layout`; not of a scalar."""
+        if self.kind == "tile":
+            return self.restore(plgpu.load(smem, layout=layout))
+        axis = 1 if self.kind == "row" else 0
+        values = plgpu.load(smem, layout=layout.reduce(1 - axis))
+        return self.restore(lax.broadcast_in_dim(values, shape, [axis]))
 
     def restore(self, x: Any) -> Any:
-        """Values from device memory as a mask or score function takes them: floats in float32."""
+        """Returns loaded values as a mask or score function takes them: floats in float32."""
         if jnp.issubdtype(self.dtype, jnp.floating):
             return x.astype(jnp.float32)
         return x != 0 if self.dtype == np.bool_ else x.astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelArrays:
+    """All arrays of a call, the score's before the mask's.
+
+    `tree`: the structure of (score, mask), whose leaves they are. `in_score`: how many are the score's. `transposed`: the
+    kernel holds logits as [keys, queries].
+    """
+
+    arrays: tuple[KernelArray, ...]
+    tree: Any
+    in_score: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, score: Any, mask: Any, transposed: bool = False) -> "KernelArrays":
+        """Describes the arrays of a bound score and mask."""
+        leaves, tree = jax.tree.flatten((score, mask))
+        arrays = tuple(KernelArray.of(_transpose(x) if transposed else x) for x in leaves)
+        return cls(arrays, tree, len(jax.tree.leaves(score)), transposed)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, i: int) -> KernelArray:
+        return self.arrays[i]
+
+    def __iter__(self) -> Iterator[KernelArray]:
+        return iter(self.arrays)
+
+    def of_kind(self, *kinds: str) -> tuple[int, ...]:
+        """Returns the numbers of the arrays of these kinds."""
+        return tuple(i for i, array in enumerate(self.arrays) if array.kind in kinds)
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The numbers of the arrays that change along a row of logits."""
+        return self.of_kind("row", "tile")
+
+    def in_memory(self, score: Any, mask: Any) -> list[jax.Array]:
+        """Returns the arrays as the kernel takes them."""
+        leaves: list[Any] = jax.tree.leaves((score, mask))
+        return [a.in_memory(_transpose(x) if self.transposed else x) for a, x in zip(self.arrays, leaves, strict=True)]
+
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns (score, mask) with these values in the places of the arrays."""
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def with_scalars(self, scalars: dict[int, Any]) -> tuple[Any, Any]:
+        """Returns (score, mask) with these scalars in the places of their arrays, and None for the other arrays."""
+        return self.unflatten([scalars.get(i) for i in range(len(self))])
+
+
+def _transpose(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
+    return jnp.swapaxes(x, 2, 3)

@@ -1,4 +1,4 @@
-"""How a kernel is launched: one block of threads for each piece of work, with several warpgroups each."""
+"""How a kernel is launched: CTAs along one grid axis, with several warpgroups each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,25 +7,50 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.grid import AXIS
+
 
 def launch(
-    body: Callable[..., None], *operands: Any, out_type: tuple[Any, ...], blocks: int, warpgroups: int, scratch: Any
+    body: Callable[..., None],
+    *operands: Any,
+    out_type: tuple[Any, ...],
+    ctas: int,
+    warpgroups: int,
+    scratch: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """The results of `body(*refs of operands, *refs of results, **scratch)`, run by `blocks` blocks of threads."""
+    """Runs a kernel and returns its results.
+
+    Args:
+      body: called as body(*refs of operands, *refs of results, **scratch refs); its name is the kernel's in profiles.
+      operands: arrays, and refs that the kernel adds to.
+      out_type: a ShapeDtypeStruct for each result.
+      ctas: the size of the grid; its axis is `grid.AXIS`.
+      warpgroups: of each CTA; their axis is "wg".
+      scratch: shared memory and barriers by name, in the order in which they lie in memory.
+    """
+    count = len(operands) + len(out_type)
+
+    def with_names(*refs):
+        body(*refs[:count], **dict(zip(scratch, refs[count:], strict=True)))
+
+    with_names.__name__ = body.__name__
     # Kernels count in 32 bits, whatever an int is elsewhere.
     with jax.enable_x64(False):
         results = plgpu.kernel(
-            body,
+            with_names,
             out_type=out_type,
-            grid=(blocks,),  # one axis: only the first of CUDA's three may pass 65535
-            grid_names=("block",),
+            grid=(
+                ctas,
+            ),  # one axis: only the first of CUDA's three may pass 65535 (evidence: forward/grid-and-scratch)
+            grid_names=(AXIS,),
             num_threads=warpgroups,
             thread_name="wg",
-            scratch_types=scratch,
+            scratch_types=tuple(scratch.values()),
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
             ),
         )(*operands)
-    # In a loop that also stores a result in a larger array (`lax.scan` over layers, under grad), XLA would otherwise run the
-    # kernel twice: once into the larger array, and once for the other users.
+    # In a loop that also stores a result in a larger array (`lax.scan` over layers, under grad), XLA would otherwise run
+    # the kernel twice: once into the larger array, and once for the other users.
+    # Evidence: library/results-behind-a-barrier.
     return tuple(lax.optimization_barrier(tuple(results)))

@@ -1,20 +1,21 @@
-"""Which tiles a kernel visits, in which order.
+"""Which blocks of the other sequence a kernel visits for a block of one.
 
-For a block of queries the keys are visited from right to left in three runs: tiles that the mask cuts, tiles that it
-allows wholly, tiles that it cuts. `Visits` says where each run ends.
+`Visits` says it for one block. The mask allows some of the visited blocks wholly (full blocks) and some in part (boundary
+blocks, at the start and at the end of the visits); only the latter are masked element by element.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from pallas_fa.operands import ranges
+from pallas_fa.operands import intervals
+from pallas_fa.operands.intervals import Range
 
 
 class Visits(NamedTuple):
-    """Tiles [first, last) of the other axis, of which [full_first, full_last) need no mask; ints or int32 scalars."""
+    """Visited blocks [first, last), of which [full_first, full_last) need no mask; ints or int32 scalars."""
 
     first: Any
     full_first: Any
@@ -22,61 +23,68 @@ class Visits(NamedTuple):
     last: Any
 
 
-def visits(visited: ranges.Range, full: ranges.Range, size: int, tile: int, at_least: int = 1) -> Visits:
-    """Tiles of an axis of `size` that cover the range `visited`, and those that lie inside the range `full`.
+def visits(visited: Range, full: Range, size: int, block: int, at_least: int = 1) -> Visits:
+    """Returns the blocks of a sequence of `size` that cover the range `visited`, and those inside the range `full`.
 
-    At least one tile is visited, so that a block with nothing to attend to still writes its (empty) results; `at_least`
-    may be 0 for a kernel that does so in any case.
+    At least one block is visited, so that a CTA with nothing to attend to still writes its (empty) results; `at_least` may
+    be 0 for a kernel that writes them in any case.
     """
-    count = -(-size // tile)
-    lo, hi = (ranges.maximum(0, ranges.minimum(x, size)) for x in visited)
-    first = ranges.minimum(lo // tile, count - at_least)
-    last = (hi + tile - 1) // tile
-    if at_least or not is_equal(last, count):  # where the last tile is visited in any case, that stays known
-        last = ranges.maximum(last, first + at_least)
-    lo, hi = (ranges.maximum(0, ranges.minimum(x, size)) for x in full)
-    # The last, ragged tile is never full: its tail holds no keys.
-    full_first = ranges.maximum((lo + tile - 1) // tile, first)
-    if not is_equal(full_first, first):  # where they are equal, known while tracing, so they stay
-        full_first = ranges.minimum(full_first, last)
-    full_last = ranges.minimum(hi // tile, last)
+    count = -(-size // block)
+    lo, hi = (intervals.maximum(0, intervals.minimum(x, size)) for x in visited)
+    first = intervals.minimum(lo // block, count - at_least)
+    last = (hi + block - 1) // block
+    # Bounds that are known while tracing to be equal stay so, and the loop between them is not compiled.
+    if at_least or not is_equal(last, count):
+        last = intervals.maximum(last, first + at_least)
+    lo, hi = (intervals.maximum(0, intervals.minimum(x, size)) for x in full)
+    full_first = intervals.maximum((lo + block - 1) // block, first)
+    if not is_equal(full_first, first):
+        full_first = intervals.minimum(full_first, last)
+    # The last, ragged block is never full: nothing lies in its tail.
+    full_last = intervals.minimum(hi // block, last)
     if at_least or not is_equal(full_last, last):
-        full_last = ranges.maximum(full_last, full_first)
+        full_last = intervals.maximum(full_last, full_first)
     return Visits(first, full_first, full_last, last)
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether a == b is known while tracing."""
+    """Returns whether a == b is known while tracing."""
     return isinstance(a, int) and isinstance(b, int) and a == b
 
 
 def visits_of_blocks(
-    ask: Any,
-    ask_full: Any,
+    ask: Callable[[Any, Any], Range],
+    ask_full: Callable[[Any, Any], Range],
     block: int,
     size: int,
     other_size: int,
-    tile: int,
+    other_block: int,
     whole_blocks_only: bool = False,
     at_least: int = 1,
 ) -> Visits:
-    """`visits` of every block of a sequence: broadcastable to [B, N, blocks].
+    """Returns `visits` of every block of a sequence, broadcastable to [B, N, blocks].
 
-    `ask`, `ask_full`: the mask's questions, such as `mask.q_range` and `mask.full_q_range`. `whole_blocks_only`: no tile
-    counts as full for a ragged last block. The answers of masks without arrays are known while tracing.
+    The answers of masks without arrays are known while tracing.
+
+    Args:
+      ask, ask_full: the mask's questions, such as `mask.q_range` and `mask.full_q_range`.
+      block, size: of the sequence that is asked about.
+      other_block, other_size: of the sequence whose blocks are visited.
+      whole_blocks_only: a ragged last block finds no block full.
+      at_least: see `visits`.
     """
     starts = np.arange(0, size, block)
     ends = np.minimum(starts + block, size)
     lo, hi = ask_full(starts, ends)
     if whole_blocks_only and size % block:
-        hi = ranges.where(starts + block <= size, hi, lo)
-    return visits(ask(starts, ends), (lo, hi), other_size, tile, at_least)
+        hi = intervals.where(starts + block <= size, hi, lo)
+    return visits(ask(starts, ends), (lo, hi), other_size, other_block, at_least)
 
 
 def table(found: Visits, blocks: int, rows: int) -> Any:
-    """`visits_of_blocks` of that many blocks as a table that a kernel reads: int32 [B|1, N|1, rows, 4].
+    """Returns `visits_of_blocks` of that many blocks as a table that a kernel reads: int32 [B|1, N|1, rows, 4].
 
-    Rows past the last block visit no tile.
+    Rows past the last block visit nothing.
     """
     columns = [jnp.asarray(x, jnp.int32) for x in found]
     shape = jnp.broadcast_shapes((1, 1, blocks), *(x.shape for x in columns))
@@ -85,42 +93,33 @@ def table(found: Visits, blocks: int, rows: int) -> Any:
 
 
 def in_table(visit_table: Any, b: Any, n: Any, row: Any) -> Visits:
-    """The visits in row `row` of `table`, for batch entry b and head n."""
+    """Returns the visits in row `row` of `table`, for batch entry b and head n."""
     at = (i if extent > 1 else 0 for i, extent in zip((b, n), visit_table.shape, strict=False))
     at = *at, row
     return Visits(*(visit_table[(*at, i)] for i in range(4)))
 
 
+class Line(NamedTuple):
+    """A bound that is affine in the number of the block: start + slope * number."""
+
+    start: int
+    slope: int
+
+    def at(self, number: Any) -> Any:
+        """Returns the bound of block `number`; an int where it is the same for all."""
+        return self.start + self.slope * number if self.slope else self.start
+
+
 def as_lines(found: Visits, blocks: int) -> Visits | None:
-    """`visits_of_blocks` that are known while tracing as numbers and pairs (at block 0, per block), or None.
+    """Returns `visits_of_blocks` that are known while tracing as `Line`s, or None where one of them is no line.
 
     Loops with such bounds take far fewer registers than with bounds that are computed as `visits` does.
     """
     lines = []
     for x in found:
         x = np.broadcast_to(x, (blocks,))
-        per_block = int(x[1] - x[0]) if blocks > 1 else 0
-        if np.any(x != x[0] + per_block * np.arange(blocks)):
+        slope = int(x[1] - x[0]) if blocks > 1 else 0
+        if np.any(x != x[0] + slope * np.arange(blocks)):
             return None
-        lines.append((int(x[0]), per_block) if per_block else int(x[0]))
+        lines.append(Line(int(x[0]), slope))
     return Visits(*lines)
-
-
-def section(count: int, wanted: int) -> int:
-    """The largest divisor of `count` that is at most `wanted`."""
-    return max(d for d in range(1, min(count, wanted) + 1) if count % d == 0)
-
-
-def place(section: int, shares: int, heads: int) -> tuple[Any, Any, Any, Any]:
-    """(batch entry, head, which of `shares` of the head, which section) of these threads.
-
-    `section`: heads that run side by side.
-    """
-    rest, head_in_section = quotient_and_rest(lax.axis_index("block"), section)
-    number, share = quotient_and_rest(rest, shares)
-    return *quotient_and_rest(number * section + head_in_section, heads), share, number
-
-
-def quotient_and_rest(x: Any, divisor: int) -> tuple[Any, Any]:
-    """Of an int32 x >= 0, inside a kernel."""
-    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))

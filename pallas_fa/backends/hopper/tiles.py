@@ -1,13 +1,12 @@
 """Tiles of q, k, v and out in shared memory, in the swizzled layout that the tensor cores read.
 
 TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64.
-Otherwise it copies chunks of 64 columns: in a chunk, the order that TMA writes is the order that the tensor cores read,
-so that its bounds check may cut rows and columns anywhere and fill what lies outside with zeros. A tile is therefore
+Otherwise it copies chunks of 64 columns. In a chunk, the order that TMA writes is the order that the tensor cores read,
+so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +14,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.grid import AXIS
+from pallas_fa.backends.gpu.shared_memory import swizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +53,20 @@ class Tiles:
         return self.padded_dim // self.chunk
 
     def scratch(self, *lead: int, rows: int) -> Any:
-        """Shared memory for tiles of `rows` rows, with leading dims `lead`."""
+        """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
         shape = (*lead, self.chunks, rows, self.chunk)
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.chunk * self.dtype.itemsize))
         if self._one_view:
             return matrix
         return plgpu.RefUnion(matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),)))
 
-    def views(self, ref: Any) -> tuple[Any, Any]:
-        """(matrix, copied): the views of what `scratch` gave."""
-        if self._one_view:
-            return ref, ref
-        matrix, copied = ref
-        return matrix, copied
+    def matrix(self, ref: Any) -> Any:
+        """Returns the tensor cores' view of what `scratch` gave."""
+        return ref if self._one_view else ref[0]
+
+    def copied(self, ref: Any) -> Any:
+        """Returns TMA's view of what `scratch` gave."""
+        return ref if self._one_view else ref[1]
 
     def load(self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any) -> None:
         """Starts copying rows of one head into a tile; arrives on `barrier` `chunks` times."""
@@ -77,35 +80,11 @@ class Tiles:
 
     def _columns(self, i):
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
-        return pl.ds(i * self.chunk + lax.mul(lax.axis_index("block"), jnp.int32(0)), self.chunk)
+        return pl.ds(i * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
 
 
-def alike(a: Tiles, b: Tiles) -> tuple[Tiles, Tiles]:
-    """Both in chunks, if one of them has to be."""
+def in_same_chunks(a: Tiles, b: Tiles) -> tuple[Tiles, Tiles]:
+    """Returns both operands in chunks of the same size: in chunks of 64 if one of them has to be."""
     if a.chunk == b.chunk:
         return a, b
     return dataclasses.replace(a, in_chunks=True), dataclasses.replace(b, in_chunks=True)
-
-
-def swizzle(dtype: Any, width: int) -> tuple[Any, ...]:
-    """The layout of tiles whose rows TMA copies in pieces that divide `width` bytes: the widest swizzle, or none."""
-    width = math.gcd(width, 128)
-    tiling = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize))
-    return (tiling, plgpu.SwizzleTransform(width)) if width > 16 else (tiling,)
-
-
-def scratch_bytes(scratch: dict[str, Any]) -> int:
-    """Bytes of shared memory of a kernel's scratch, each part aligned as Pallas does; barriers left out."""
-    sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier))
-    return sum(rounded(size, 1024) for size in sizes)
-
-
-def _bytes(smem):
-    if isinstance(smem, plgpu.RefUnion):
-        return max(map(_bytes, smem.refs))
-    return math.prod(smem.shape) * np.dtype(smem.dtype).itemsize
-
-
-def rounded(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple

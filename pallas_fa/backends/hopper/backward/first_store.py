@@ -1,11 +1,13 @@
-"""Sums in device memory over blocks of threads, which start at whatever was there: nothing needs to be zeroed before.
+"""Sums of dQ in device memory that need no zeros before the kernel: the first CTA to have something for a tile stores it.
 
-Whoever is first to have something for a tile of the sums stores it, and the others add to that. Each tile has a counter,
-0 before the kernel: the first to add to it has claimed the tile, and says in it when the tile is stored; the others wait
-for that, for a block that runs. No circle of blocks waits for itself, whichever run at the same time: where one warp of a
-block claims, it publishes a tile before it asks for the next, so a block that waits is waited for by nobody. Where two
-warps take turns, one may wait while what the other has claimed is still computed; so there all blocks go through the
-tiles in the same order, and a block that is waited for can itself only wait for an earlier tile.
+The CTAs that come later add to what was stored. Each tile has a counter, 0 before the kernel. The CTA that finds 0 there has
+claimed the tile. Once its stores are done it publishes the tile through the counter, and the others wait for that before
+they add. They wait for a CTA that runs, since it has claimed the tile.
+
+No CTAs wait for each other in a circle, whichever run at the same time. Where one warp of a CTA claims tiles, it publishes
+each before it claims the next, so no CTA waits for one that waits. Where two warps alternate, one may wait while a tile
+that the other has claimed is still computed. There all CTAs visit the tiles in the same order, so a CTA that others wait for
+can itself wait only for an earlier tile.
 """
 
 from typing import Any
@@ -16,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-_STORED = 1 << 30  # what the counter of a stored tile has reached; there are fewer blocks
+_STORED = 1 << 30  # what the counter of a stored tile has reached; there are fewer CTAs
 
 
 def claim(counter: Any, interpret: bool) -> Any:
-    """Called by one warp: whether it is to store the tile; if not, returns once the tile may be added to by TMA.
+    """Returns whether the warp that calls is to store the tile; if not, once TMA may add to the tile.
 
-    `counter`: ref of one int32 in device memory. In JAX's interpreter, which has no atomic operations, each block has
-    tiles and counters of its own.
+    `counter`: ref of one int32 in device memory. In JAX's interpreter, which has no atomic operations, each CTA has tiles
+    and counters of its own.
     """
     if interpret:
         counter[0] = 1
@@ -60,7 +62,7 @@ def claim(counter: Any, interpret: bool) -> Any:
 
 
 def publish(counter: Any, interpret: bool) -> None:
-    """Called by the warp that claimed the tile, once it has issued the stores: waits for them, and lets the others add."""
+    """Waits for the stores that the warp that calls has issued for a tile it claimed, and lets the others add."""
     plgpu.wait_smem_to_gmem(0)
     if interpret:
         return

@@ -1,19 +1,18 @@
-"""The backward kernel's work: which block of threads holds what, and which tiles of the other sequence it visits."""
+"""The backward kernel's work: which CTA holds what, and in which order it visits the tiles of the streamed sequence."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.gpu import schedule
-from pallas_fa.backends.hopper.backward.plan import Plan
-from pallas_fa.operands import ranges
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 
 class Block(NamedTuple):
-    """A block of the own sequence: batch entry, own head, its number, its first position.
+    """A stationary block: batch entry, stationary head, its number, its first position.
 
-    `down`: whether it goes through the tiles from the last one down (see `for_steps`).
+    `down`: whether the CTA visits the tiles from the last one down (see `for_steps`).
     """
 
     b: Any
@@ -23,54 +22,59 @@ class Block(NamedTuple):
     down: Any
 
 
-def block_here(plan: Plan) -> Block:
-    """The block of these threads."""
-    b, head, number, section = schedule.place(plan.section, plan.blocks, plan.heads)
-    if not plan.by_keys and plan.problem.mask is not None:
-        number = plan.blocks - 1 - number  # under most masks later queries see more keys: longest first
-    down = plan.by_tile and lax.rem(section, jnp.int32(2)) == 0
-    return Block(b, head, number, number * plan.config.block, down)
+def block_here(plan: BackwardPlan) -> Block:
+    """Returns the block of this CTA."""
+    at = plan.order.grid.place()
+    number = at.cta
+    if not plan.kind.keys_stationary and plan.problem.mask is not None:
+        number = plan.visits.blocks - 1 - number  # under most masks later queries see more keys: longest first
+    down = plan.order.by_tile and lax.rem(at.group, jnp.int32(2)) == 0
+    return Block(at.b, at.head, number, number * plan.config.block, down)
 
 
-def for_heads(plan: Plan, block: Block, body: Any) -> Any:
-    """`body(n, steps before)` -> steps after, for each query head of the block; returns the number of all steps."""
-    group = plan.problem.group if plan.by_keys else 1
+def for_heads(plan: BackwardPlan, block: Block, body: Callable[[Any, Any], Any]) -> Any:
+    """Calls body(n, steps before) -> steps after, for each query head of the block; returns the number of all steps."""
+    group = plan.problem.group if plan.kind.keys_stationary else 1
     first = block.head * group
     if group == 1:
         return body(first, jnp.int32(0))
     return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
 
 
-def for_steps(plan: Plan, block: Block, visit_table: Any, step: Any) -> Any:
-    """step(tile, n, steps before) for each step of a block; returns the number of all steps.
+def for_steps(plan: BackwardPlan, block: Block, visit_table: Any, step: Callable[[Any, Any, Any], None]) -> Any:
+    """Calls step(tile, n, steps before) for each step of a block; returns the number of all steps.
 
-    Head after head, each from its first tile up, or around from a tile of its own (`turned`).
+    The steps go head after head, each from its first tile up, or from a tile of the CTA's own around (`staggered`).
 
-    Or (`Plan.by_tile`) tile after tile, each for all heads, in every other section of heads from the last tile down.
-    Blocks of one key head then stay close to each other, and find in the cache what others loaded, if sections fill the
-    GPU once: those of one start together at the last tile and end one after the other at their diagonals, and there
-    those of the next begin. Neighbours start with different heads, since blocks that add to one tile of dQ at a time wait
-    for each other.
+    Or (`Order.by_tile`) they go tile after tile, each for all heads, and in every second head group from the last tile
+    down. The CTAs of one key head then stay close to each other and find in the L2 cache what others loaded, if head
+    groups fill the GPU once: the CTAs of one group start together at the last tile and end one after the other at their
+    diagonals, where those of the next group begin. Neighbours start with different heads, since CTAs that add to the same
+    tile of dQ serialise.
     """
-    if plan.by_tile:
-        first, last = visits_of_block(plan, block, visit_table, None)
+    if plan.order.by_tile:
+        first, last = plan.visits.of_block(visit_table, block.b, None, block.number)
         return for_tiles(plan, block, first, last, jnp.int32(0), step)
 
     def head(n, done):
-        first, last = visits_of_block(plan, block, visit_table, n)
-        lax.fori_loop(first, last, lambda tile, _: step(turned(plan, block, tile), n, done + (tile - first)), None)
+        first, last = plan.visits.of_block(visit_table, block.b, n, block.number)
+        lax.fori_loop(first, last, lambda tile, _: step(staggered(plan, block, tile), n, done + (tile - first)), None)
         return done + (last - first)
 
     return for_heads(plan, block, head)
 
 
-def turned(plan: Plan, block: Block, tile: Any) -> Any:
-    """The tile that the block visits in place of `tile`, so that blocks start at different ones (see `Plan.stagger`)."""
-    return lax.rem(tile + block.number * plan.stagger, jnp.int32(plan.other_tiles)) if plan.stagger else tile
+def staggered(plan: BackwardPlan, block: Block, tile: Any) -> Any:
+    """Returns the tile that the CTA visits in the place of `tile`, so that CTAs start at different ones.
+
+    CTAs that add to the same tile of dQ serialise; a start some tiles after the neighbour's avoids it.
+    """
+    stagger, tiles = plan.order.stagger, plan.visits.tiles
+    return lax.rem(tile + block.number * stagger, jnp.int32(tiles)) if stagger else tile
 
 
-def for_tiles(plan: Plan, block: Block, first: Any, last: Any, done: Any, step: Any) -> Any:
-    """step(tile, n, steps before) for all heads of each of the tiles [first, last); returns the steps after `done` too."""
+def for_tiles(plan: BackwardPlan, block: Block, first: Any, last: Any, done: Any, step: Callable[..., None]) -> Any:
+    """Calls step(tile, n, steps before) for all heads of each of the tiles [first, last); returns `done` plus the steps."""
     group = plan.problem.group
 
     def of_tile(i, _):
@@ -83,37 +87,3 @@ def for_tiles(plan: Plan, block: Block, first: Any, last: Any, done: Any, step: 
 
     lax.fori_loop(0, last - first, of_tile, None)
     return done + (last - first) * group
-
-
-def visits_of_block(plan: Plan, block: Block, visit_table: Any, n: Any) -> tuple[Any, Any]:
-    """Tiles [first, last) that the block visits at query head n: from the first to the last that any share does."""
-    found, *rest = (_visits(plan, block, visit_table, n, share) for share in range(plan.shares))
-    first, last = found.first, found.last
-    for other in rest:
-        first, last = ranges.minimum(first, other.first), ranges.maximum(last, other.last)
-    return first, last
-
-
-def visits_of_warpgroup(plan: Plan, block: Block, visit_table: Any, n: Any, wg: Any) -> schedule.Visits:
-    """Those that warpgroup `wg` of the block computes."""
-    return _visits(plan, block, visit_table, n, wg if plan.shares > 1 else 0)
-
-
-def visit_table(plan: Plan, mask: Any) -> Any:
-    """The visits of all shares: int32 [B|1, N|1, shares of a head, 4]."""
-    parts = plan.shares
-    count = -(-plan.own_a.length * parts // plan.config.block)
-    found = schedule.table(plan.visits(mask, parts), count, plan.blocks * parts)
-    # A share without visits stands where its block starts, so that the block does not reach out for it.
-    of_blocks = found.reshape(*found.shape[:2], plan.blocks, parts, 4)
-    has_visits = of_blocks[..., :1] < of_blocks[..., 3:]
-    starts = jnp.where(has_visits, of_blocks[..., :1], ranges.FAR)
-    start = ranges.minimum(*(starts[:, :, :, part : part + 1] for part in range(parts)))  # in the same kernel on a GPU
-    return jnp.where(has_visits, of_blocks, jnp.where(start < ranges.FAR, start, 0)).reshape(found.shape)
-
-
-def _visits(plan, block, visit_table, n, share):
-    lines = plan.known_visits
-    if lines is not None:
-        return schedule.Visits(*(x[0] + x[1] * block.number if isinstance(x, tuple) else x for x in lines))
-    return schedule.in_table(visit_table, block.b, n, block.number * plan.shares + share)

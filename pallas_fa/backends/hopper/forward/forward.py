@@ -1,10 +1,10 @@
 """The forward kernel for Hopper (compute capability 9.0).
 
-FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: one block of threads for each block of queries of one head.
-One warpgroup loads keys and values by TMA into two rings; each of the others holds 64 queries and computes, step by
-step, the logits of the next tile of keys on the tensor cores, and under the matmul P V of the tile before, their
-softmax. The mask says which tiles are visited and which of them it cuts (`schedule.Visits`); only those are masked
-element by element.
+FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: a CTA for each query block of one head, or for several of
+them. One warpgroup loads keys and values by TMA into two rings. Each of the others holds 64 queries. Step by step it
+computes the logits of the next key block on the tensor cores and, while P V of the block before is under way, their
+softmax. The mask says which key blocks are visited and which are boundary blocks (`schedule.Visits`); only the latter
+are masked element by element.
 """
 
 from typing import Any, NamedTuple
@@ -16,25 +16,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
-from pallas_fa.backends.hopper.forward.load import Load, wait_for_the_rest
+from pallas_fa.backends.hopper.forward.load import Load, drain
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
+from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
-from pallas_fa.backends.hopper.tiles import rounded
 from pallas_fa.problem import Operands, Problem
 
 
-def forward(problem: Problem, operands: Operands, *, interpret: bool = False) -> tuple[Any, Any]:
-    """(out [B, T, N, Hv], log-sum-exp [B, T, N] float32). `interpret`: for JAX's GPU interpret mode."""
+def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
+    """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
+
+    `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
+    """
     q, k, v, score, mask = operands
-    plan = ForwardPlan.of(problem, score, mask, interpret)
+    plan = choose(problem, gpu, interpret)
     dims, config = problem.dims, plan.config
-    arrays = [a.in_memory(x) for a, x in zip(plan.arrays, jax.tree.leaves((score, mask)), strict=True)]
+    arrays = plan.arrays.in_memory(score, mask)
     if mask is not None and plan.visit_table:
         sizes = config.block_q, dims.T, dims.S, config.block_kv
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
-        arrays.append(schedule.table(found, plan.blocks, plan.blocks))
+        arrays.append(schedule.table(found, plan.blocks.count, plan.blocks.count))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -47,17 +53,17 @@ def forward(problem: Problem, operands: Operands, *, interpret: bool = False) ->
         *arrays,
         out_type=(
             jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
-            jax.ShapeDtypeStruct((dims.B, dims.N, rounded(dims.T, 64)), jnp.float32),  # whole warpgroups
+            jax.ShapeDtypeStruct((dims.B, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),  # whole warpgroups
         ),
-        blocks=dims.B * dims.N * plan.shares,
+        ctas=plan.grid.ctas,
         warpgroups=config.compute_wgs + 1,
-        scratch=plan.scratch(),
+        scratch=scratch_of(plan),
     )
     return out, jnp.swapaxes(lse[:, :, : dims.T], 1, 2)
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: those of score and mask; `visit_table` where the mask has arrays, else None."""
+    """Device memory. `arrays`: those of score and mask; `visit_table`: None where the mask has no arrays."""
 
     q: Any
     k: Any
@@ -78,15 +84,16 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     @pl.when(wg < plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        if plan.takes_turns:
-            pl.when(wg == plan.config.compute_wgs - 1)(lambda: plan.turns(scratch).arrive(0))
+        ping_pong = ping_pong_barrier(plan, scratch)
+        if ping_pong:
+            pl.when(wg == plan.config.compute_wgs - 1)(lambda: ping_pong.arrive(0))
         for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run())
-        if plan.takes_turns:
-            pl.when(wg == 0)(lambda: plan.turns(scratch).wait(0))
+        if ping_pong:
+            pl.when(wg == 0)(lambda: ping_pong.wait(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
         counts = for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
-        wait_for_the_rest(plan, *counts, scratch)
+        drain(plan, *counts, scratch)

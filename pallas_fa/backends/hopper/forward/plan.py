@@ -1,192 +1,114 @@
-"""What is static in one forward kernel: its tiles, its arrays, its shared memory."""
+"""What is static in one forward kernel: its tiles, its arrays, how CTAs share the work."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import masks
-from pallas_fa.backends.gpu import schedule
-from pallas_fa.backends.gpu.arrays import KernelArray
-from pallas_fa.backends.hopper.config import SHARED_MEMORY, ForwardConfig, forward_configs, named_or
-from pallas_fa.backends.hopper.named_barriers import FIRST_FREE, NamedBarrier
-from pallas_fa.backends.hopper.tiles import Tiles, alike, rounded, scratch_bytes
+from pallas_fa.backends.gpu.arrays import KernelArrays
+from pallas_fa.backends.gpu.grid import Grid, largest_divisor
+from pallas_fa.backends.gpu.query_blocks import QueryBlocks
+from pallas_fa.backends.hopper.config import ForwardConfig
+from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem
 
-SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
+class OperandTiles(NamedTuple):
+    """How the tiles of each operand lie in shared memory."""
 
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan:
-    """All that is static in one kernel. `arrays` describes the leaves of (score, mask), of structure `tree`."""
-
-    problem: Problem
-    config: ForwardConfig
-    arrays: tuple[KernelArray, ...]
-    tree: Any
     q: Tiles
     k: Tiles
     v: Tiles
     out: Tiles
-    visit_table: bool
-    interpret: bool
 
-    @classmethod
-    def of(cls, problem: Problem, score: Any, mask: Any, interpret: bool) -> "ForwardPlan":
-        """The plan of a call, with the tiles that it names, or the first of the table that fit shared memory."""
-        T, S = problem.dims.T, problem.dims.S
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """All that is static in one kernel."""
+
+    problem: Problem
+    config: ForwardConfig
+    interpret: bool = False
+
+    @functools.cached_property
+    def tiles(self) -> OperandTiles:
+        """The tiles of the operands."""
+        problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, out = (Tiles(*shape, problem.dtype, interpret) for shape in shapes)
-        q, k = alike(q, k)  # the factors of q k^T meet chunk by chunk,
-        v, out = alike(v, out)  # and the chunks of p v are those of v
-        leaves, tree = jax.tree.flatten((score, mask))
-        arrays = tuple(map(KernelArray.of, leaves))
-        visit_table = bool(jax.tree.leaves(mask))
-        heads, is_alike = problem.dims.B * problem.dims.N, _is_alike(problem, score, mask)
-        packed = bool(masks.parts_of(mask, masks.Segments))
-        table = forward_configs(q.padded_dim, v.padded_dim, T, heads, is_alike, visit_table, packed)
-        configs = named_or(problem.config, "forward", table)
-        plans = [cls(problem, c, arrays, tree, q, k, v, out, visit_table, interpret) for c in configs]
-        return next((plan for plan in plans if plan.shared_memory() <= SHARED_MEMORY), plans[-1])
+        q, k, v, out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
+        q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
+        v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
+        return OperandTiles(q, k, v, out)
+
+    @functools.cached_property
+    def arrays(self) -> KernelArrays:
+        """The arrays of score and mask; rows have one value per key."""
+        return KernelArrays.of(self.problem.score, self.problem.mask)
 
     @property
-    def blocks(self) -> int:
-        """Blocks of queries of one head."""
-        return -(-self.problem.dims.T // self.config.block_q)
+    def visit_table(self) -> bool:
+        """Whether CTAs read from a table which key blocks they visit, since the mask has arrays."""
+        return bool(jax.tree.leaves(self.problem.mask))
+
+    @functools.cached_property
+    def blocks(self) -> QueryBlocks:
+        """The query blocks of one head, and how CTAs share them."""
+        c, T = self.config, self.problem.dims.T
+        is_masked = self.problem.mask is not None
+        # Under most masks the first queries see the fewest keys, so rows that a block lacks cost least there.
+        # Evidence: forward/front-padding-rows.
+        rows = -(-T // 64) * 64  # of whole warpgroups
+        front_padding = -rows % c.block_q if is_masked and self.skips_steps else 0
+        return QueryBlocks(T, c.block_q, c.q_block_pairs if T > c.block_q else 0, front_padding, last_first=is_masked)
+
+    @functools.cached_property
+    def grid(self) -> Grid:
+        """The CTAs of the kernel."""
+        dims, is_masked = self.problem.dims, self.problem.mask is not None
+        group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
+        return Grid(dims.B, dims.N, self.blocks.ctas, group)
 
     @property
-    def pairs(self) -> int:
-        """Pairs of blocks of queries that a block of threads does, each starting under the end of the one before; or 0."""
-        return self.config.pairs if self.blocks > 1 else 0
-
-    @property
-    def shares(self) -> int:
-        """Into how many parts, each for one block of threads, the blocks of queries of one head are shared out."""
-        return -(-self.blocks // max(1, 2 * self.pairs))
-
-    @property
-    def section(self) -> int:
-        """Heads whose blocks run side by side."""
-        if self.problem.mask is None:
-            return 1
-        return schedule.section(self.problem.dims.B * self.problem.dims.N, self.config.head_section)
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether a warpgroup issues its matmuls only once the one before has: one's softmax runs under the other's."""
-        return self.config.takes_turns and self.config.compute_wgs > 1
+    def ping_pong(self) -> bool:
+        """Whether a warpgroup issues its matmuls after those of the one before: one's softmax overlaps the other's."""
+        return self.config.ping_pong and self.config.compute_wgs > 1
 
     @property
     def skips_steps(self) -> bool:
-        """Whether a warpgroup passes over steps in which only other queries of the block see keys.
+        """Whether a warpgroup skips steps in which only other queries of its block see keys.
 
-        Only where a warpgroup sees fewer tiles than the block: blocks longer than tiles, or past the end.
+        Only where a warpgroup sees fewer key blocks than the CTA: query blocks longer than these, or past the end
+        (evidence: forward/skip-half-tiles).
         """
         c = self.config
         shorter = self.problem.mask is not None and c.block_q > c.block_kv
-        return (
-            not self.visit_table
-            and c.compute_wgs > 1
-            and (shorter or 0 < self.problem.dims.T % c.block_q <= c.block_q - 64)
-        )
-
-    @property
-    def absent_rows(self) -> int:
-        """Rows, whole warpgroups, that the first block of queries lacks, as blocks are counted from the end.
-
-        Under most masks later queries see more keys: a block that lacks some costs least where the fewest are seen.
-        """
-        if self.problem.mask is None or not self.skips_steps:
-            return 0
-        return -rounded(self.problem.dims.T, 64) % self.config.block_q
+        past_the_end = 0 < self.problem.dims.T % c.block_q <= c.block_q - 64
+        return not self.visit_table and c.compute_wgs > 1 and (shorter or past_the_end)
 
     @property
     def separate_out(self) -> bool:
-        """Whether the output has shared memory of its own, or goes where the queries were."""
-        return self.pairs > 0 or self.out != self.q
+        """Whether the output has shared memory of its own, or takes that of the queries."""
+        return self.blocks.pairs > 0 or self.tiles.out != self.tiles.q
 
     @property
-    def arrays_always(self) -> bool:
-        """Whether every tile needs its rows and tiles of arrays: scores apply everywhere, masks where they cut."""
-        return any(a.kind in ("row", "tile") for a in self.arrays[: len(jax.tree.leaves(self.problem.score))])
+    def score_streams(self) -> bool:
+        """Whether every step needs its rows and tiles of arrays. Scores apply everywhere, masks in boundary blocks."""
+        return any(i < self.arrays.in_score for i in self.arrays.streamed)
 
     @property
-    def shifts(self) -> bool:
+    def subtract_max(self) -> bool:
         """Whether the softmax subtracts the maximum.
 
         A score with a bound, such as a soft cap, needs no maximum: exp(60) = 1e26, and sums of 10^7 of them, are float32
-        and bfloat16 numbers as good as any.
+        and bfloat16 numbers as good as any (evidence: forward/soft-cap-without-maximum).
         """
         bound = None if self.problem.score is None else self.problem.score.bound
         return bound is None or bound > 60 or self.problem.dtype != jnp.bfloat16
 
     @property
-    def streamed(self) -> tuple[int, ...]:
-        """Which arrays change from tile to tile of keys."""
-        return tuple(i for i, a in enumerate(self.arrays) if a.kind in ("row", "tile"))
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Which arrays have one value per query."""
-        return tuple(i for i, a in enumerate(self.arrays) if a.kind == "column")
-
-    @property
     def zeroes_padding(self) -> bool:
-        """Whether values past the key length must be zeroed: there may be NaN, and 0 * NaN is NaN."""
-        return masks.lengths_of(self.problem.mask).kv_lengths is not None
-
-    def shared_memory(self) -> int:
-        """Bytes of shared memory that a block needs, barriers left out."""
-        return scratch_bytes(dataclasses.replace(self, interpret=False).scratch())
-
-    def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers, by name."""
-        c = self.config
-        ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
-        scratch: dict[str, Any] = dict(
-            q_smem=self.q.scratch(c.compute_wgs, rows=64),
-            k_smem=self.k.scratch(c.stages, rows=c.block_kv),
-            v_smem=self.v.scratch(c.stages, rows=c.block_kv),
-            lse_smem=plgpu.SMEM((c.compute_wgs, 64), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=c.compute_wgs * (self.q.chunks + len(self.columns))),
-            k_ready=ring(num_arrivals=self.k.chunks),
-            v_ready=ring(num_arrivals=self.v.chunks),
-            k_free=ring(num_arrivals=c.compute_wgs),
-            v_free=ring(num_arrivals=c.compute_wgs),
-        )
-        if c.pin_softmax:
-            scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
-        if self.separate_out:
-            scratch["out_smem"] = self.out.scratch(c.compute_wgs, rows=64)
-        if self.pairs:
-            scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
-        if self.takes_turns and self.interpret:
-            scratch["turns_mbarrier"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)
-        if self.zeroes_padding:
-            scratch["v_loaded"] = plgpu.Barrier(num_arrivals=self.v.chunks)
-        for i in self.columns + self.streamed:
-            scratch[f"array{i}_smem"] = self.arrays[i].scratch(c.stages, c.compute_wgs, 64, c.block_kv)
-        if self.streamed:
-            tiles = sum(c.compute_wgs if self.arrays[i].kind == "tile" else 1 for i in self.streamed)
-            scratch["arrays_ready"] = ring(num_arrivals=tiles)
-            scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
-        return scratch
-
-    def turns(self, scratch: dict[str, Any]) -> NamedBarrier:
-        """On barrier i, warpgroup i waits until the one before it has issued its matmuls."""
-        return NamedBarrier(FIRST_FREE, 128, 128, scratch.get("turns_mbarrier"))
-
-
-def _is_alike(problem, score, mask):
-    """Whether all queries visit the same keys, as under no mask or a padding mask, and there is no score."""
-    if score is not None or mask is None:
-        return score is None
-    if not jax.tree.leaves(mask):
-        return False
-    starts = np.arange(0, problem.dims.T, 64)
-    ask = lambda mask: (mask.kv_range(starts, starts + 64), mask.full_kv_range(starts, starts + 64))
-    return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, mask)))
+        """Whether values past the key length must be zeroed: they may be NaN, and 0 * NaN is NaN."""
+        return lengths_of(self.problem.mask).kv_lengths is not None

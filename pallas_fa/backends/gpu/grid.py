@@ -1,0 +1,54 @@
+"""The CTAs (CUDA thread blocks) of a kernel: how many there are, and which head each works on."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+AXIS = "cta"
+
+
+class Place(NamedTuple):
+    """Where a CTA works: batch entry, head, its number among the CTAs of the head, the number of its head group."""
+
+    b: Any
+    head: Any
+    cta: Any
+    group: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """CTAs along one grid axis: `ctas_per_head` for each of `heads` heads of each of `batch` entries.
+
+    They run in the order of their numbers. `l2_head_group` heads run concurrently, so that their keys and values stay in
+    the L2 cache: first CTA 0 of each of these heads, then CTA 1 of each, and so on; then the next heads.
+    """
+
+    batch: int
+    heads: int
+    ctas_per_head: int
+    l2_head_group: int
+
+    @property
+    def ctas(self) -> int:
+        """How many CTAs there are."""
+        return self.batch * self.heads * self.ctas_per_head
+
+    def place(self) -> Place:
+        """Returns, in a kernel, the place of the CTA."""
+        rest, head_in_group = quotient_and_remainder(lax.axis_index(AXIS), self.l2_head_group)
+        group, cta = quotient_and_remainder(rest, self.ctas_per_head)
+        b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)
+        return Place(b, head, cta, group)
+
+
+def largest_divisor(count: int, at_most: int) -> int:
+    """Returns the largest divisor of `count` that is at most `at_most`."""
+    return max(d for d in range(1, min(count, at_most) + 1) if count % d == 0)
+
+
+def quotient_and_remainder(x: Any, divisor: int) -> tuple[Any, Any]:
+    """Returns both of an int32 x >= 0, in a kernel."""
+    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))

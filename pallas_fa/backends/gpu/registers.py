@@ -1,0 +1,30 @@
+"""Keeping values out of registers across loops."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+
+def opaque(x: Any, interpret: bool) -> Any:
+    """Returns `x`, an int32 that is the same in a whole warp, through an operation that compilers can't see through.
+
+    Compilers move what a loop computes from invariants in front of the loop. Here that is the descriptors of all matmuls
+    on a tile, although one addition would make each from the one before. In kernels that fill the registers they spill.
+    What depends on `opaque(x)` stays in the loop: the operation is a shuffle within the warp, which can't move.
+    """
+    if interpret:
+        return x
+
+    def shuffle(_, x):
+        i32 = ir.IntegerType.get_signless(32)
+        text = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+        result = llvm.inline_asm(i32, [x.registers[()]], text, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(result, (), is_signed=True)
+
+    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=scalar)(shuffle)
+    return run(jnp.asarray(x, jnp.int32))

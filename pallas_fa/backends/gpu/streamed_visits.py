@@ -1,0 +1,101 @@
+"""Which tiles of the streamed sequence the CTAs of a backward kernel visit."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.schedule import Visits
+from pallas_fa.operands import intervals
+from pallas_fa.operands.intervals import UNBOUNDED
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedVisits:
+    """The visits of all stationary blocks of a head.
+
+    Args:
+      mask: of the problem, without its arrays.
+      kind: the pass.
+      scored: whether logits pass through a score, which could make NaN of what lies past the end.
+      stationary, streamed: lengths of the two sequences.
+      block, tile: positions of a stationary block and of a streamed tile.
+      warpgroups: how many could have visits of their own, where one can skip what the others visit; 1: none.
+    """
+
+    mask: Any
+    kind: Pass
+    scored: bool
+    stationary: int
+    streamed: int
+    block: int
+    tile: int
+    warpgroups: int
+
+    @property
+    def blocks(self) -> int:
+        """Stationary blocks."""
+        return -(-self.stationary // self.block)
+
+    @property
+    def tiles(self) -> int:
+        """Streamed tiles."""
+        return -(-self.streamed // self.tile)
+
+    @functools.cached_property
+    def known(self) -> Visits | None:
+        """The visits of whole blocks as lines, if they are that and known while tracing; else a table is read."""
+        is_known = not jax.tree.leaves(self.mask)
+        return schedule.as_lines(self._of_parts(self.mask, 1), self.blocks) if is_known else None
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block with visits of their own: its warpgroups or 1.
+
+        Where visits are known, skipping costs more than it saves (evidence: backward/skip-half-tiles).
+        """
+        return self.warpgroups if self.mask is not None and self.known is None else 1
+
+    def _of_parts(self, mask, parts):
+        """The visits of each of `parts` parts of all blocks."""
+        by_keys = self.kind.keys_stationary
+        whole_only = by_keys or self.scored  # past the end are no keys
+        if mask is None:
+            ask = ask_full = lambda lo, hi: (0, UNBOUNDED)
+        else:
+            ask, ask_full = (mask.q_range, mask.full_q_range) if by_keys else (mask.kv_range, mask.full_kv_range)
+        # The statistics of queries past the end make their probabilities 0, whatever the mask.
+        size = self.tiles * self.tile if by_keys and not self.scored else self.streamed
+        part = self.block // parts
+        return schedule.visits_of_blocks(ask, ask_full, part, self.stationary, size, self.tile, whole_only, at_least=0)
+
+    def table(self, mask: Any) -> Any:
+        """Returns the visits of all parts, for a mask with its arrays: int32 [B|1, N|1, parts of a head, 4]."""
+        parts = self.parts
+        count = -(-self.stationary * parts // self.block)
+        found = schedule.table(self._of_parts(mask, parts), count, self.blocks * parts)
+        # A part without visits stands where those of its block start, so that the block does not visit more for it.
+        of_blocks = found.reshape(*found.shape[:2], self.blocks, parts, 4)
+        has_visits = of_blocks[..., :1] < of_blocks[..., 3:]
+        starts = jnp.where(has_visits, of_blocks[..., :1], UNBOUNDED)
+        start = intervals.minimum(*(starts[:, :, :, i : i + 1] for i in range(parts)))  # in the same kernel on a GPU
+        start = jnp.where(start < UNBOUNDED, start, 0)
+        return jnp.where(has_visits, of_blocks, start).reshape(found.shape)
+
+    def of_part(self, table_ref: Any, b: Any, n: Any, number: Any, part: Any) -> Visits:
+        """Returns, in a kernel, the visits of a part of block `number` at batch entry b and query head n."""
+        if self.known is not None:
+            return Visits(*(line.at(number) for line in self.known))
+        return schedule.in_table(table_ref, b, n, number * self.parts + part)
+
+    def of_block(self, table_ref: Any, b: Any, n: Any, number: Any) -> tuple[Any, Any]:
+        """Returns the tiles [first, last) of a whole block: from the first to the last that any part visits."""
+        found, *rest = (self.of_part(table_ref, b, n, number, part) for part in range(self.parts))
+        first, last = found.first, found.last
+        for other in rest:
+            first, last = intervals.minimum(first, other.first), intervals.maximum(last, other.last)
+        return first, last

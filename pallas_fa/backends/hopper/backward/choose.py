@@ -1,0 +1,35 @@
+"""The choice of a backward pass's tiles."""
+
+import jax
+
+from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.shared_memory import first_that_fits
+from pallas_fa.backends.hopper.backward.dq import can_share_dq
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.scratch import on_gpu
+from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
+from pallas_fa.problem import Problem
+
+
+def choose(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) -> BackwardPlan:
+    """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
+    return first_that_fits(candidates(problem, kind, gpu, interpret), on_gpu, gpu)
+
+
+def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) -> list[BackwardPlan]:
+    """Returns a plan for each configuration whose warpgroups can share the work, the best first."""
+    round_up = lambda dim: -(-dim // 64) * 64
+    facts = BackwardFacts(
+        gives=kind.gives,
+        head_dim=round_up(problem.H),
+        value_dim=round_up(problem.Hv),
+        length=problem.dims.S,
+        group=problem.group,
+        masked=problem.mask is not None,
+        visit_table=bool(jax.tree.leaves(problem.mask)),
+    )
+    named = problem.config and problem.config.backward
+    configs = (named,) if named else backward_configs(facts)
+    plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
+    return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk.padded_dim)]

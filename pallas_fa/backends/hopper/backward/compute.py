@@ -1,0 +1,137 @@
+"""A compute warpgroup of the backward kernel: its 64 stationary positions against every visited streamed tile."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.hopper.backward import work
+from pallas_fa.backends.hopper.backward.padding import zero_stationary
+from pallas_fa.backends.hopper.backward.step import skip, step
+from pallas_fa.backends.hopper.backward.tile import PER_STATIONARY, TilePlace
+from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
+
+
+def compute(w: Warpgroup) -> None:
+    """Runs the mainloop and stores the gradients of the stationary operands."""
+    plan, kind = w.plan, w.plan.kind
+    plgpu.barrier_wait(w.scratch["stationary_qk_ready"])
+    if plan.padding.stationary:
+        zero_stationary(w)
+    if kind.accumulates_qk:
+        plgpu.barrier_wait(w.scratch["stationary_pv_ready"])
+    given = dict(qk=plan.tiles.stationary_qk) if kind.accumulates_qk else {}
+    given |= dict(pv=plan.tiles.stationary_pv) if kind.accumulates_pv else {}
+
+    def mainloop(*refs):
+        qk_count = given["qk"].chunks if "qk" in given else 0
+        accs = Accumulators(refs[:qk_count], refs[qk_count:])
+        if plan.order.by_tile:
+            _all_heads(w, accs)
+        else:
+            work.for_heads(plan, w.block, lambda n, done: _head(w, n, done, accs))
+        return tuple(acc[...] for acc in refs)
+
+    stand_ins, shapes = [], []
+    for name, tiles in given.items():
+        shapes += [(64, tiles.chunk)] * tiles.chunks
+        if plan.interpret:
+            stand_ins += [w.scratch[f"d_{name}_stand_in"].at[w.wg, i] for i in range(tiles.chunks)]
+    results = list(w.wgmma.across_loops(mainloop, stand_ins, *shapes))
+    d_qk = [results.pop(0) for _ in range(given["qk"].chunks)] if "qk" in given else []
+    _store(w, d_qk, results)
+
+
+def _store(w, d_qk, d_pv):
+    """Stores the gradients of the stationary operands through their shared memory."""
+    plan, block, dtype = w.plan, w.block, w.plan.problem.dtype
+    stores = []
+    if d_pv:
+        for i, x in enumerate(d_pv):  # no other warpgroup reads these rows
+            w.stationary_pv[i, w.rows] = x.astype(dtype)
+        stores.append((plan.tiles.stationary_pv, w.stationary_pv_name, "dv"))
+    if d_qk:
+        if plan.dq:
+            w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
+        for i, x in enumerate(d_qk):
+            w.stationary_qk[i, w.rows] = (x * plan.problem.scale).astype(dtype)
+        stores.append((plan.tiles.stationary_qk, "stationary_qk", "dk" if plan.kind.keys_stationary else "dq"))
+    plgpu.commit_smem()
+    for tiles, name, gradient in stores:
+        copied = tiles.copied(w.scratch[f"{name}_smem"]).at[:, w.rows]
+        tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head)
+
+
+def _all_heads(w, accs):
+    """All steps, tile after tile."""
+    plan, block = w.plan, w.block
+    visits = plan.visits.of_part(w.gmem.visit_table, block.b, None, block.number, 0)
+    at_start, at_end = (visits.first, visits.full_first), (visits.full_last, visits.last)
+    either = lambda down, up: (jnp.where(block.down, d, u) for d, u in zip(down, up, strict=True))
+    done = jnp.int32(0)
+    for (start, end), is_boundary in (
+        (either(at_end, at_start), True),
+        ((visits.full_first, visits.full_last), False),
+        (either(at_start, at_end), True),
+    ):
+
+        def of_tile(tile, n, before, is_boundary=is_boundary):
+            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, {})
+            step(w, at, before, (), accs)
+
+        done = work.for_tiles(plan, block, start, end, done, of_tile)
+
+
+def _head(w, n, done, accs):
+    """All steps of query head n, in three loops: boundary tiles, full tiles, boundary tiles.
+
+    One loop for all boundary tiles is slower (evidence: backward/three-loops). `done`: steps before, of other heads.
+    Returns the steps after.
+    """
+    plan, block, table = w.plan, w.block, w.gmem.visit_table
+    first, last = plan.visits.of_block(table, block.b, n, block.number)
+    visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
+    scalars = w.scalars(n)
+    sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_STATIONARY) for _ in plan.score_gradients.summed)
+
+    def over(start, end, body, sums):
+        """Calls body(tile, steps before it, sums) over tiles [start, end)."""
+        if schedule.is_equal(start, end):
+            return sums
+        before = done + (start - first)
+        # A loop from 0 takes fewer registers.
+        return lax.fori_loop(0, end - start, lambda i, sums: body(start + i, before + i, sums), sums)
+
+    def run(start, end, is_boundary, sums):
+        def body(tile, before, sums):
+            streamed = work.staggered(plan, block, tile) * plan.config.width
+            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, scalars)
+            return step(w, at, before, sums, accs)
+
+        return over(start, end, body, sums)
+
+    def skip_all(start, end):
+        if plan.visits.parts > 1:
+            over(start, end, lambda tile, before, _: skip(w, before), None)
+
+    skip_all(first, visits.first)
+    sums = run(visits.first, visits.full_first, True, sums)
+    sums = run(visits.full_first, visits.full_last, False, sums)
+    sums = run(visits.full_last, visits.last, True, sums)
+    skip_all(visits.last, last)
+    if sums:
+        _store_sums(w, n, sums)
+    return done + (last - first)
+
+
+def _store_sums(w, n, sums):
+    """Stores gradients of arrays, one value per stationary position."""
+    summed = w.plan.score_gradients.summed
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i, x in zip(summed, sums, strict=True):
+        w.scratch[f"gradient{i}_smem"][w.wg] = x
+    plgpu.commit_smem()
+    for i in summed:
+        rows = pl.ds(w.start, 64)
+        plgpu.copy_smem_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.wg], w.gmem.summed[i].at[w.block.b, n, rows])

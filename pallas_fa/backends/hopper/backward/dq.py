@@ -1,0 +1,57 @@
+"""How the fused pass adds up dQ."""
+
+import dataclasses
+
+from pallas_fa.backends.hopper.config import BackwardConfig
+from pallas_fa.operands.dims import Dims
+
+
+@dataclasses.dataclass(frozen=True)
+class DqSums:
+    """Float32 sums of dQ in device memory, to which each CTA adds a tile in each step.
+
+    Args:
+      config: tiles; its `first_store` says that the first CTA to have something for a tile of the sums stores it.
+      dims: sizes of the problem.
+      padded_dim: the head dim, rounded up to what the tensor cores take.
+      key_blocks: CTAs of a head, which add to the same sums.
+      tiles: tiles of queries.
+      store_warps: warps that add, in turns.
+      interpret: JAX's interpreter can't add to device memory: there each CTA has sums of its own.
+    """
+
+    config: BackwardConfig
+    dims: Dims
+    padded_dim: int
+    key_blocks: int
+    tiles: int
+    store_warps: int
+    interpret: bool
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the warpgroups share a tile of dQ by rows; else by columns."""
+        return self.config.width == self.config.block
+
+    @property
+    def columns(self) -> int:
+        """Columns of dQ that one warpgroup computes, of 64 rows."""
+        return self.padded_dim if self.by_rows else self.padded_dim // self.config.compute_wgs
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sums; rows are padded as TMA demands."""
+        return self._of_each_cta(self.dims.B, -(-self.dims.T // 8) * 8, self.dims.N, self.padded_dim)
+
+    @property
+    def claims_shape(self) -> tuple[int, ...]:
+        """Of the counters of the tiles of these sums (see `first_store`)."""
+        return self._of_each_cta(self.dims.B, self.dims.N, self.tiles)
+
+    def _of_each_cta(self, *shape):
+        return (self.key_blocks, *shape) if self.interpret else shape
+
+
+def can_share_dq(config: BackwardConfig, padded_dim: int) -> bool:
+    """Returns whether the warpgroups can share a tile of dQ, 64 rows for each: by rows, or by columns."""
+    return config.width == config.block or (config.width == 64 and padded_dim == config.block)

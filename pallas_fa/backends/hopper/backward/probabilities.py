@@ -1,0 +1,84 @@
+"""P and dS of one tile of logits of the backward kernel, and the gradients of a score's arrays."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.hopper.backward.tile import PER_STATIONARY, PER_STREAMED, TileOfLogits, TilePlace
+from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
+from pallas_fa.backends.hopper.tma import add_to_gmem
+
+
+def probabilities(
+    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...]
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Returns (P, dS) as operands of matmuls, None where not needed, and `sums` plus the score's gradients of this tile.
+
+    The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
+    With a score, logits are scaled, scored and shifted in registers instead.
+    """
+    plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
+    shape, dtype, scale = (64, plan.config.width), plan.problem.dtype, plan.problem.scale
+    streamed_qk, streamed_pv = w.streamed_qk.at[slots.qk], w.streamed_pv.at[slots.pv]
+
+    def statistic(name, slot):
+        smem = w.scratch[f"{name}_smem"]
+        if kind.keys_stationary:
+            return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_STREAMED), shape, [1])
+        return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_STATIONARY), shape, [0])
+
+    def body(s_acc, dp_acc: Any = None):
+        # Both start before the first matmul: ptxas would make them wait for it.
+        if not plan.scored:
+            s_acc[...] = statistic("neg_lse", slots.qk)
+        if kind.accumulates_qk:
+            dp_acc[...] = statistic("delta", slots.pv)
+        chunks = range(plan.tiles.stationary_qk.chunks)
+        wgmma.inner_products(s_acc, [w.stationary_qk.at[i, rows] for i in chunks], streamed_qk)
+        chunks = range(plan.tiles.stationary_pv.chunks if kind.accumulates_qk else 0)
+        if kind.accumulates_qk:
+            wgmma.inner_products(dp_acc, [w.stationary_pv.at[i, rows] for i in chunks], streamed_pv)
+        s = wgmma.result(s_acc, in_flight=len(chunks))
+        tile = TileOfLogits.load(plan, at, w.scratch, slots.qk)
+        if plan.scored:
+            x = s * scale
+            # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
+            p = jnp.exp2((tile.scores(x) + statistic("neg_lse", slots.qk)) * LOG2E)
+        else:
+            x, p = None, jnp.exp2(s * (scale * LOG2E))
+        p = tile.zero_where_masked(p)
+        p_operand = p.astype(dtype) if kind.accumulates_pv else None
+        if not kind.accumulates_qk:
+            return p_operand, None, sums
+        ds = p * wgmma.result(dp_acc, in_flight=0)
+        if plan.padding.behind_mask or plan.scored:
+            ds = tile.zero_where_masked(ds)  # behind the mask there may be NaN, and 0 * NaN is NaN
+        new_sums = sums
+        if plan.problem.score is not None:
+            ds, *gradients = map(tile.zero_where_masked, tile.pullback(x, ds))
+            new_sums = _plus_gradients(w, at, gradients, sums)
+        return p_operand, ds.astype(dtype), new_sums
+
+    return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk else 1))
+
+
+def _plus_gradients(w, at, gradients, sums):
+    """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""
+    plan, scores = w.plan, w.plan.score_gradients
+    by_array = dict(zip(scores.floats, gradients, strict=True))
+    sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
+    if not scores.added:
+        return sums
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i in scores.added:
+        w.scratch[f"gradient{i}_smem"][w.wg] = by_array[i]
+    plgpu.commit_smem()
+    for i in scores.added:
+        lead = (at.b, at.n) if plan.interpret else plan.arrays[i].index(at.b, at.n)
+        target = w.gmem.added[i].at[(*lead, pl.ds(at.stationary, 64), pl.ds(at.streamed, plan.config.width))]
+        add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.wg], target, plan.interpret)
+    return sums

@@ -1,0 +1,135 @@
+"""Shared memory and barriers of a pass of the backward kernel."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.named_barriers import (
+    WARP,
+    WARPGROUP,
+    NamedBarrier,
+    Parties,
+    interpreter_scratch,
+    numbered,
+)
+from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+
+_F32 = jnp.dtype(jnp.float32)
+
+
+def scratch(plan: BackwardPlan) -> dict[str, Any]:
+    """Returns shared memory and barriers by name, in the order in which they lie in memory.
+
+    `x_ready`: what is loaded to `x_smem` has arrived, with the statistics and arrays that come with it.
+    """
+    return on_gpu(plan) | (_stand_ins(plan) if plan.interpret else {})
+
+
+def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
+    """Returns the part of `scratch` that a GPU needs too."""
+    return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
+
+
+def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
+    """Returns the barriers between warpgroups, by name.
+
+    `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more. `dq_ready`,
+    `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again.
+    """
+    return numbered(_parties(plan), scratch)
+
+
+def _parties(plan):
+    c, wgs = plan.config, plan.config.compute_wgs
+    ring = functools.partial(Parties, arrivals=wgs, arriving=WARPGROUP, waiting=WARP)
+    parties = dict(
+        wgs_meet=Parties(1, arrivals=wgs, arriving=WARPGROUP, waiting=0, meeting=True),
+        streamed_qk_free=ring(c.stages[0]),
+        streamed_pv_free=ring(c.stages[1]),
+    )
+    if plan.dq:
+        parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
+        parties["dq_free"] = Parties(wgs, arrivals=1, arriving=WARP, waiting=WARPGROUP)
+    return parties
+
+
+def _arrays(plan):
+    c, stages = plan.config, plan.config.stages[0]
+    lead = lambda array: (stages, c.compute_wgs) if array.kind == "tile" else (stages,)
+    rows = lambda array: 64 if array.kind == "tile" else c.block
+    return {
+        f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
+        for i, array in enumerate(plan.arrays)
+        if array.kind != "scalar"
+    }
+
+
+def _delta(plan):
+    if not plan.kind.accumulates_qk:
+        return {}
+    return {"delta_smem": _statistic(plan, plan.config.stages[1])}
+
+
+def _statistic(plan, stages):
+    """Of a stage of queries: the streamed ones, or the CTA's own."""
+    c = plan.config
+    return plgpu.SMEM((stages, c.width) if plan.kind.keys_stationary else (1, c.block), _F32)
+
+
+def _dq(plan):
+    if not plan.dq:
+        return {}
+    c, dtype = plan.config, plan.problem.dtype
+    return dict(
+        dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32),
+        ds_smem=_swizzled((c.ds_stages, c.block, c.width), dtype),
+    )
+
+
+def _swizzled(shape, dtype):
+    return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, 128))
+
+
+def _score_gradients(plan):
+    wgs, width = plan.config.compute_wgs, plan.config.width
+    memory = {i: plgpu.SMEM((wgs, 64), _F32) for i in plan.score_gradients.summed}
+    memory |= {i: _swizzled((wgs, 64, width), _F32) for i in plan.score_gradients.added}
+    return {f"gradient{i}_smem": memory[i] for i in sorted(memory)}
+
+
+def _operands(plan):
+    c, kind, tiles = plan.config, plan.kind, plan.tiles
+    # A ring's barrier also counts the copies of statistics and arrays that come with each tile.
+    statistic = int(kind.keys_stationary)
+    arrays = sum(c.compute_wgs if array.kind == "tile" else array.kind != "scalar" for array in plan.arrays)
+    scratch = dict(
+        streamed_qk_ready=plgpu.Barrier(
+            num_arrivals=tiles.streamed_qk.chunks + statistic + arrays, num_barriers=c.stages[0]
+        ),
+        streamed_qk_smem=tiles.streamed_qk.scratch(c.stages[0], rows=c.width),
+        streamed_pv_ready=plgpu.Barrier(
+            num_arrivals=tiles.streamed_pv.chunks + (statistic if kind.accumulates_qk else 0), num_barriers=c.stages[1]
+        ),
+        streamed_pv_smem=tiles.streamed_pv.scratch(c.stages[1], rows=c.width),
+        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.chunks + 1 - statistic),
+        stationary_qk_smem=tiles.stationary_qk.scratch(rows=c.block),
+    )
+    if kind.accumulates_qk:
+        scratch["stationary_pv_ready"] = plgpu.Barrier(num_arrivals=tiles.stationary_pv.chunks + 1 - statistic)
+    if kind.accumulates_qk or tiles.stationary_pv != tiles.stationary_qk:
+        # Where it is not read, dV only passes through it on its way out.
+        scratch["stationary_pv_smem"] = tiles.stationary_pv.scratch(rows=c.block)
+    return scratch | {"neg_lse_smem": _statistic(plan, c.stages[0])}
+
+
+def _stand_ins(plan):
+    """What stands for register accumulators and named barriers in the interpreter."""
+    tiles = dict(qk=plan.tiles.stationary_qk, pv=plan.tiles.stationary_pv)
+    accumulators = {
+        f"d_{name}_stand_in": plgpu.SMEM((plan.config.compute_wgs, x.chunks, 64, x.chunk), _F32)
+        for name, x in tiles.items()
+    }
+    return accumulators | interpreter_scratch(_parties(plan))

@@ -1,0 +1,58 @@
+"""The store warps of the fused backward kernel, which add the tiles of dQ to device memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.hopper.backward import first_store, work
+from pallas_fa.backends.hopper.backward.gmem import Refs
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.scratch import barriers
+from pallas_fa.backends.hopper.tma import add_to_gmem
+
+
+def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
+    """Adds the tiles of dQ that the compute warpgroups stage, or stores them where no CTA did so before.
+
+    The warps alternate: warp `index` does the steps i with i modulo the number of these warps = `index`.
+    """
+    wgs, dq, dq_smem = plan.config.compute_wgs, plan.dq, scratch["dq_smem"]
+    assert dq is not None
+    barrier = barriers(plan, scratch)
+    dq_ready, dq_free = barrier["dq_ready"], barrier["dq_free"]
+
+    @pl.when(index == 0)
+    def _():
+        for wg in range(wgs):
+            dq_free.arrive(wg)
+
+    def step(tile, n):
+        part = (block.number,) if plan.interpret else ()
+        is_first, counter = False, None
+        if plan.config.first_store:  # asked while the tile is computed
+            counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
+            is_first = first_store.claim(counter, plan.interpret)
+        for wg in range(wgs):
+            dq_ready.wait(index * wgs + wg)
+            row = tile * plan.config.width + (wg * 64 if dq.by_rows else 0)
+            column = 0 if dq.by_rows else wg * dq.columns
+            sums = gmem.dq_sums.at[(*part, block.b, pl.ds(row, 64), n, pl.ds(column, dq.columns))]
+            lax.cond(
+                is_first,
+                lambda wg=wg, sums=sums: plgpu.copy_smem_to_gmem(dq_smem.at[wg], sums),
+                lambda wg=wg, sums=sums: add_to_gmem(dq_smem.at[wg], sums, plan.interpret),
+            )
+        for wg in range(wgs):
+            plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)
+            dq_free.arrive(wg)
+        if plan.config.first_store:
+            pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
+
+    def step_of_this_warp(tile, n, done):
+        pl.when(lax.rem(done, jnp.int32(dq.store_warps)) == index)(lambda: step(tile, n))
+
+    work.for_steps(plan, block, gmem.visit_table, step_of_this_warp)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

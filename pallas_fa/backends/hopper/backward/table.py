@@ -1,0 +1,105 @@
+"""The table of the backward kernel's tiles."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pallas_fa.backends.gpu.tables import Row, Table, at_least, up_to
+from pallas_fa.backends.hopper.config import BackwardConfig
+
+
+class BackwardFacts(NamedTuple):
+    """What the choice of tiles depends on.
+
+    gives: the gradients of the pass.
+    head_dim, value_dim: of q and k, and of v, rounded up to multiples of 64.
+    length: keys.
+    group: query heads of a key head.
+    masked: there is a mask.
+    visit_table: it has arrays, so CTAs read from a table which tiles they visit.
+    """
+
+    gives: tuple[str, ...]
+    head_dim: int
+    value_dim: int
+    length: int
+    group: int
+    masked: bool
+    visit_table: bool
+
+
+class Choice(NamedTuple):
+    """Tiles to try, the best first: `tuned` ones, whose `options` have tables of their own, then `others` as they are."""
+
+    tuned: tuple[BackwardConfig, ...]
+    options: Mapping[str, Table]
+    others: tuple[BackwardConfig, ...]
+
+
+_FUSED, _KEYS, _QUERIES = ("dk", "dv", "dq"), ("dk", "dv"), ("dq",)
+_H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
+_H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
+_H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
+
+FIRST_STORE = Table(
+    "backward/first-store",
+    Row(True, visit_table=True),
+    Row(True, masked=False, length=up_to(2048)),
+    Row(True, masked=True, length=up_to(8192)),
+    Row(False),
+)
+STORE_WARPS = Table("backward/dq-store-warps", Row(1, visit_table=True), Row(2))
+STAGGER = Table("backward/stagger", Row(2, length=up_to(8192)), Row(7))
+BY_TILE = Table(
+    "backward/query-heads-by-tile",
+    Row(True, group=at_least(8)),
+    Row(True, group=at_least(4), length=at_least(4096)),
+    Row(False),
+)
+L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(16, group=at_least(2)), Row(8))
+
+_SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
+_WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
+
+
+def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
+    return (BackwardConfig(2, 128, l2_head_group=l2_head_group, store_warps=1),)
+
+
+_NARROW = Choice(
+    (
+        BackwardConfig(2, 64),
+        BackwardConfig(2, 64, ds_stages=1),
+        BackwardConfig(2, 64, (2, 1), 1),
+        BackwardConfig(2, 64, (1, 1), 1),
+    ),
+    dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
+    _SMALL,
+)
+_LARGE = (
+    BackwardConfig(2, 64),
+    BackwardConfig(2, 64, (2, 1)),
+    BackwardConfig(1, 64, (2, 1)),
+    BackwardConfig(1, 64, (1, 1)),
+)
+
+TILES = Table(
+    "backward/tiles",
+    Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), **_H64, gives=_FUSED),
+    Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
+    Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
+    Row(_NARROW, **_H128, gives=_KEYS),
+    Row(_NARROW, head_dim=128, value_dim=up_to(128), gives=_FUSED),
+    Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
+    # Past 128, only one gradient of a pass fits a warpgroup's registers.
+    Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
+    Row(Choice((), {}, _LARGE), **_H256),
+    Row(Choice((), {}, ())),
+)
+
+
+def backward_configs(facts: BackwardFacts) -> tuple[BackwardConfig, ...]:
+    """Returns the tiles to try, the best first; none where the gradients don't fit a warpgroup's registers."""
+    choice = TILES.find(facts)
+    options = {name: table.find(facts) for name, table in choice.options.items()}
+    return *(dataclasses.replace(config, **options) for config in choice.tuned), *choice.others

@@ -1,0 +1,69 @@
+"""What a compute warpgroup of the backward kernel works with."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.hopper.backward.gmem import Refs
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.scratch import barriers
+from pallas_fa.backends.hopper.backward.work import Block
+from pallas_fa.backends.hopper.wgmma import Wgmma
+
+
+class Slots(NamedTuple):
+    """The slots of one tile in the two rings of streamed operands."""
+
+    qk: Any
+    pv: Any
+
+
+class Accumulators(NamedTuple):
+    """Accumulators of the gradients of the stationary operands, one for each chunk; empty where not given."""
+
+    qk: tuple[Any, ...]
+    pv: tuple[Any, ...]
+
+
+class Warpgroup:
+    """Warpgroup `wg` of a CTA: its plan, its block, and the operands in shared memory by role."""
+
+    def __init__(self, plan: BackwardPlan, block: Block, wg: Any, gmem: Refs, scratch: dict[str, Any]):
+        self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
+        self.wgmma, self.barriers = Wgmma(plan.interpret), barriers(plan, scratch)
+        self.rows = pl.ds(wg * 64, 64)  # this warpgroup's rows of the block
+        matrix = lambda name: getattr(plan.tiles, name).matrix(scratch[f"{name}_smem"])
+        self.stationary_qk, self.streamed_qk, self.streamed_pv = map(
+            matrix, ("stationary_qk", "streamed_qk", "streamed_pv")
+        )
+        # Where the pass does not read it, and the tiles are alike, it shares memory with the other.
+        self.stationary_pv_name = "stationary_pv" if "stationary_pv_smem" in scratch else "stationary_qk"
+        self.stationary_pv = matrix(self.stationary_pv_name)
+
+    @property
+    def start(self) -> Any:
+        """This warpgroup's first stationary position."""
+        return self.block.start + self.wg * 64
+
+    def wait_for_tile(self, done: Any) -> Slots:
+        """Returns the slots of the tile of step `done`, once both operands are there."""
+        slots = Slots(*(lax.rem(done, jnp.int32(stages)) for stages in self.plan.config.stages))
+        for name, slot in zip(("streamed_qk_ready", "streamed_pv_ready"), slots, strict=True):
+            plgpu.barrier_wait(self.scratch[name].at[slot])
+        return slots
+
+    def release_qk(self, slots: Slots) -> None:
+        """Says that this warpgroup reads the tile of `streamed_qk` no more."""
+        self.barriers["streamed_qk_free"].arrive(slots.qk)
+
+    def release_pv(self, slots: Slots) -> None:
+        """Says that this warpgroup reads the tile of `streamed_pv` no more."""
+        self.barriers["streamed_pv_free"].arrive(slots.pv)
+
+    def scalars(self, n: Any) -> dict[int, Any]:
+        """Returns the arrays without positions, by number, for query head n."""
+        arrays = self.plan.arrays
+        return {i: self.gmem.arrays[i][arrays[i].index(self.block.b, n)] for i in arrays.of_kind("scalar")}

@@ -1,0 +1,44 @@
+"""The choice of a forward kernel's tiles."""
+
+import jax
+import numpy as np
+
+from pallas_fa import masks
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.shared_memory import first_that_fits
+from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+from pallas_fa.backends.hopper.forward.scratch import on_gpu
+from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
+from pallas_fa.masks.base import parts_of
+from pallas_fa.problem import Problem
+
+
+def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
+    """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
+    named = problem.config and problem.config.forward
+    configs = (named,) if named else forward_configs(_facts(problem), gpu)
+    return first_that_fits([ForwardPlan(problem, config, interpret) for config in configs], on_gpu, gpu)
+
+
+def _facts(problem):
+    round_up = lambda dim: -(-dim // 64) * 64
+    return ForwardFacts(
+        head_dim=round_up(problem.H),
+        value_dim=round_up(problem.Hv),
+        length=problem.dims.T,
+        heads=problem.dims.B * problem.dims.N,
+        uniform=_is_uniform(problem),
+        visit_table=bool(jax.tree.leaves(problem.mask)),
+        packed=bool(parts_of(problem.mask, masks.Segments)),
+    )
+
+
+def _is_uniform(problem):
+    """Whether all queries visit the same keys, as without a mask or with a padding mask, and there is no score."""
+    if problem.score is not None or problem.mask is None:
+        return problem.score is None
+    if not jax.tree.leaves(problem.mask):
+        return False
+    starts = np.arange(0, problem.dims.T, 64)
+    ask = lambda mask: (mask.kv_range(starts, starts + 64), mask.full_kv_range(starts, starts + 64))
+    return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, problem.mask)))

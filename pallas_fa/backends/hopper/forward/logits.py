@@ -1,0 +1,87 @@
+"""Scores and masks on a tile of logits of the forward kernel."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.steps import Steps
+from pallas_fa.backends.hopper.forward import work
+from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+from pallas_fa.backends.hopper.forward.softmax import with_positive_factor
+from pallas_fa.scores.base import evaluate
+
+TILE = plgpu.Layout.WGMMA
+
+
+class Logits:
+    """Brings the products of queries and keys to logits, for the 64 queries from `t0` on of warpgroup `wg`."""
+
+    def __init__(
+        self, plan: ForwardPlan, block: work.QueryBlock, steps: Steps, wg: Any, t0: Any, gmem: Any, scratch: Any
+    ):
+        self.plan, self.block, self.steps, self.wg, self.t0 = plan, block, steps, wg, t0
+        self.gmem, self.scratch = gmem, scratch
+
+    def apply(self, x: Any, i: Any, is_boundary: bool) -> tuple[Any, float]:
+        """Returns (y, factor > 0) whose product are the logits of step i, after score and mask; -inf where masked.
+
+        `x`: the products of queries and keys, unscaled.
+        """
+        plan, problem, block = self.plan, self.plan.problem, self.block
+        factor = problem.scale
+        if problem.score is None and not is_boundary:
+            return with_positive_factor(x, factor)
+        score, mask = self._arrays(x.shape, i, is_boundary)
+        t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
+        s = (self.steps.last - i) * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        if problem.score is not None:
+            apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
+            x, factor = elementwise.inline_times(apply, x, t, s, score)
+        x, factor = with_positive_factor(x, factor)
+        if is_boundary:
+            if problem.dims.S % plan.config.block_kv:
+                x = jnp.where(s < problem.dims.S, x, -jnp.inf)
+            if problem.mask is not None:
+                allowed = elementwise.inline(lambda t, s, mask: mask.allowed(block.b, block.n, t, s), t, s, mask)
+                x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
+        return x, factor
+
+    def array_slot(self, i: Any) -> Any:
+        """Returns the slot of the rings of arrays that step i uses."""
+        step = self.block.arrays_done + work.array_steps(self.plan, self.steps, i)
+        return lax.rem(jnp.asarray(step, jnp.int32), self.plan.config.stages)
+
+    def scalars(self) -> dict[int, Any]:
+        """Returns the arrays without positions, by number."""
+        return {a: self._scalar(a) for a in self.plan.arrays.of_kind("scalar")}
+
+    def _scalar(self, a):
+        array = self.plan.arrays[a]
+        return array.restore(self.gmem.arrays[a][array.index(self.block.b, self.block.n)])
+
+    def _arrays(self, shape, i, is_boundary):
+        """(score, mask) with their arrays for step i: scalars, or broadcast to the tile; None where not loaded."""
+        plan, scratch = self.plan, self.scratch
+        uses_streamed = plan.arrays.streamed and (plan.score_streams or is_boundary)
+        slot = self.array_slot(i) if uses_streamed else None
+        if slot is not None:
+            plgpu.barrier_wait(scratch["arrays_ready"].at[slot])
+        loaded = [self._array(a, slot, shape) for a in range(len(plan.arrays))]
+        if slot is not None:
+            plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
+            plgpu.barrier_arrive(scratch["arrays_free"].at[slot])
+        return plan.arrays.unflatten(loaded)
+
+    def _array(self, a, slot, shape):
+        array = self.plan.arrays[a]
+        if array.kind == "scalar":
+            return self._scalar(a)
+        smem = self.scratch[f"array{a}_smem"]
+        if array.kind == "column":
+            return array.load(smem.at[self.wg], shape, TILE)
+        if slot is None:
+            return None
+        return array.load(smem.at[slot] if array.kind == "row" else smem.at[slot, self.wg], shape, TILE)

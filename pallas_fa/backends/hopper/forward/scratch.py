@@ -1,0 +1,67 @@
+"""Shared memory and barriers of the forward kernel."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
+from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+
+SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
+
+
+def scratch(plan: ForwardPlan) -> dict[str, Any]:
+    """Returns shared memory and barriers by name, in the order in which they lie in memory.
+
+    `x_ready`: what is loaded to `x_smem` has arrived. `x_free`: nothing reads `x_smem` any more.
+    """
+    return on_gpu(plan) | (interpreter_scratch(_parties(plan)) if plan.interpret else {})
+
+
+def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
+    """Returns the part of `scratch` that a GPU needs too."""
+    c = plan.config
+    ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
+    scratch: dict[str, Any] = {}
+    arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
+    for i in sorted(streamed + columns):
+        lead = dict(row=(c.stages,), column=(c.compute_wgs,), tile=(c.stages, c.compute_wgs))[arrays[i].kind]
+        scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=c.block_kv)
+    if streamed:
+        copies = sum(c.compute_wgs if arrays[i].kind == "tile" else 1 for i in streamed)
+        scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
+        scratch["arrays_ready"] = ring(num_arrivals=copies)
+    scratch["k_free"] = ring(num_arrivals=c.compute_wgs)
+    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.chunks)
+    scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
+    scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
+    if plan.separate_out:
+        scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
+    if c.pin_softmax:
+        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
+    if plan.blocks.pairs:
+        scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.chunks + len(columns)))
+    scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
+    scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
+    if plan.zeroes_padding:
+        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.chunks)
+    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.chunks)
+    scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
+    return scratch
+
+
+def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:
+    """Returns the barriers of ping-pong scheduling, if it is on.
+
+    At barrier i, warpgroup i waits until the one before has issued its matmuls.
+    """
+    return numbered(_parties(plan), scratch).get("ping_pong")
+
+
+def _parties(plan):
+    if not plan.ping_pong:
+        return {}
+    return {"ping_pong": Parties(plan.config.compute_wgs, arrivals=1, arriving=WARPGROUP, waiting=WARPGROUP)}

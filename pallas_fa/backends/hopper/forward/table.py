@@ -1,0 +1,95 @@
+"""The table of the forward kernel's tiles."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.tables import Row, Span, Table, up_to
+from pallas_fa.backends.hopper.config import ForwardConfig
+
+# A CTA takes this long to start, in query blocks (evidence: forward/q-blocks-per-cta).
+_CTA_START = 0.25
+
+
+class ForwardFacts(NamedTuple):
+    """What the choice of tiles depends on.
+
+    head_dim, value_dim: of q and k, and of v, rounded up to multiples of 64.
+    length: queries.
+    heads: query heads of all batch entries.
+    uniform: all queries visit the same keys, and there is no score.
+    visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
+    packed: it has segment ids, so these keys may be few.
+    """
+
+    head_dim: int
+    value_dim: int
+    length: int
+    heads: int
+    uniform: bool
+    visit_table: bool
+    packed: bool
+
+
+_H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
+_H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
+_H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
+_SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
+
+
+def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
+    # The best comes twice: its pairs of query blocks take shared memory of their own, which arrays may need.
+    best = ForwardConfig(2, **options)
+    return best, best, ForwardConfig(2, pin_softmax=False), *_SMALL
+
+
+# The tiles to try, the best first. The first of them takes as many pairs of query blocks as the next table says.
+TILES = Table(
+    "forward/tiles",
+    Row((ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL), **_H64, packed=True),
+    Row(
+        (
+            ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
+            ForwardConfig(2, ping_pong=True),
+            *_SMALL,
+        ),
+        **_H64,
+    ),
+    Row(
+        _two_warpgroups(q_in_registers=True, l2_head_group=1),
+        "forward/queries-in-registers",
+        **_H128,
+        uniform=True,
+        visit_table=True,
+    ),
+    Row(_two_warpgroups(q_in_registers=True, l2_head_group=8), "forward/queries-in-registers", **_H128, uniform=True),
+    Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
+    Row(_two_warpgroups(ping_pong=True, l2_head_group=8), **_H192),
+    Row(_SMALL),
+)
+
+# How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
+PAIRS = Table(
+    "forward/q-blocks-per-cta",
+    Row((4, 2, 1, 0), **_H64, packed=True),
+    Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
+    Row((0,), **_H64),
+    Row((4, 2, 1, 0), **_H192, visit_table=True),
+    Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
+    Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
+    Row((0,)),
+)
+
+
+def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
+    """Returns the tiles to try, the best first."""
+    best, *others = TILES.find(facts)
+    blocks = -(-facts.length // best.block_q)
+
+    def time(pairs):
+        """In query blocks, if all take the same time and CTAs run in rounds that fill the GPU."""
+        of_each = max(1, min(2 * pairs, blocks))
+        rounds = -(-facts.heads * -(-blocks // of_each) // gpu.multiprocessors)
+        return rounds * (of_each + _CTA_START)
+
+    return dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time)), *others

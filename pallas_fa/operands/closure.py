@@ -1,0 +1,93 @@
+"""Arrays that the function of a mask or a score closes over travel with it, as its arguments do.
+
+A constant of a program may be neither a tracer of another trace, as it would be in the derivative of a jitted function, nor
+an array inside a kernel. So closed-over arrays are collected where a mask or a score is bound, and put back where its
+function is called. They come as [1, 1, 1, 1, *shape], so that nobody cuts them to a tile, and floats as integers of the
+same bits, so that nobody computes a gradient.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosureConverted:
+    """`fn`, whose last `count` arguments are the arrays that it closes over.
+
+    In a derivative, those that it still holds may be tracers of a trace that has ended. JAX keeps its jaxpr from the forward
+    pass, in which they are replaced.
+    """
+
+    fn: Callable[..., Any]
+    count: int
+
+    def __call__(self, *args: Any) -> Any:
+        args, arrays = args[: -self.count], args[-self.count :]
+        program = jax.make_jaxpr(self.fn)(*args)
+        known = [x.shape for x in program.consts if _travels(x)]
+        if known != [x.shape[4:][: len(shape)] for x, shape in zip(arrays, known, strict=False)]:
+            program = jax.make_jaxpr(lambda *args: self.fn(*args))(*args)  # it closes over others since it was traced
+        arrays = iter(arrays)
+        consts = [_restored(next(arrays), x) if _travels(x) else x for x in program.consts]
+        (result,) = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, consts))(*args)
+        return result
+
+
+def convert(fn: Callable[..., Any], consts: Iterable[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """(a function, the arrays that it takes behind the arguments of `fn`): `consts`, those of its jaxpr."""
+    arrays = [_as_argument(x) for x in consts if _travels(x)]
+    return (ClosureConverted(fn, len(arrays)) if arrays else fn), arrays
+
+
+def why_not_in_kernels(arrays: Iterable[Any]) -> str | None:
+    """Why the functions of a bound mask or score that holds `arrays` can't run in a kernel, or None."""
+    for x in arrays:
+        if x.ndim > 4:
+            return (
+                f"it closes over an array of shape {x.shape[4:]}, which a kernel can't index; pass its values at"
+                " (b, n, t, s) as Custom(fn, array)"
+            )
+    return None
+
+
+def _travels(x):
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jax.dtypes.prng_key)
+    return any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+
+
+def _as_argument(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = lax.bitcast_convert_type(_without_gradient(x), f"int{jnp.finfo(x.dtype).bits}")
+    return x.reshape((1, 1, 1, 1, *x.shape))
+
+
+def _restored(x, like):
+    """The array `like` from its form [1, 1, 1, 1, *shape], which for a scalar is a scalar in a kernel."""
+    x = x.reshape(x.shape[4:])
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    return lax.bitcast_convert_type(x, like.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else x
+
+
+@jax.custom_jvp
+def _without_gradient(x):
+    return x
+
+
+@_without_gradient.defjvp
+def _raise(primals, tangents):
+    del tangents
+    raise NotImplementedError(
+        f"the function of a Custom mask or score closes over an array, of shape {jnp.shape(primals[0])}, that is being"
+        " differentiated, and would get no gradient. Pass it as an argument, Custom(fn, array), for the gradient of a"
+        " score; where none is wanted, close over jax.lax.stop_gradient(array)."
+    )

@@ -1,0 +1,115 @@
+"""Which tests every change runs (`make test`), and which wait for `make test-full`: those marked `full`.
+
+`make test` sees every mask, score, dtype, head dim, pair of lengths and number of heads at least once; the rest of the
+table of cases, and of the tests in `THINNED`, is full.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from tests.cases import TABLE, Case
+
+
+def representatives(cases: Iterable[Case]) -> frozenset[Case]:
+    """Few rows that have every value of every factor that `cases` have, found greedily."""
+    factors = lambda c: {("mask", c.mask), ("score", c.score), ("dtype", c.dtype), ("T, S", c.T, c.S),
+                         ("N, K", c.N, c.K), ("H, Hv", c.H, c.Hv), ("batch", c.batch)}  # fmt: skip
+    left = set().union(*map(factors, cases))
+    chosen = []
+    while left:
+        best = max(cases, key=lambda c: (len(factors(c) & left), -c.T * c.S))
+        chosen.append(best)
+        left -= factors(best)
+    return frozenset(chosen)
+
+
+def of_table(only: Callable[[Case], bool] = lambda case: True) -> list[Any]:
+    """Parameters for the rows of the table, all but representatives marked `full`."""
+    rows = [case for case in TABLE if only(case)]
+    few = representatives(rows)
+    return [pytest.param(c, id=str(c), marks=() if c in few else pytest.mark.full) for c in rows]
+
+
+# Of the parameters of these tests, `make test` runs so many, evenly spaced; none where it is 0. The others are full.
+THINNED = {
+    "test_backward_kernel.py::test_a_large_negative_bias_is_a_mask": 1,
+    "test_backward_kernel.py::test_by_tile_only_where_sections_fill_the_gpu_once": 0,
+    "test_backward_kernel.py::test_every_config_lowers": 2,
+    "test_backward_kernel.py::test_every_head_dim_lowers": 2,
+    "test_backward_kernel.py::test_every_length_lowers": 2,
+    "test_backward_kernel.py::test_every_mask_lowers": 4,
+    "test_backward_kernel.py::test_every_score_lowers": 4,
+    "test_backward_kernel.py::test_heads_of_a_tile_before_the_next_tile": 0,
+    "test_backward_kernel.py::test_interpreted_kernel_is_right_and_free_of_races": 6,
+    "test_backward_kernel.py::test_options_of_a_config_lower": 3,
+    "test_backward_kernel.py::test_padding_may_hold_nan": 1,
+    "test_backward_kernel.py::test_what_is_in_the_gradient_of_an_empty_rows_lse_is_harmless": 1,
+    "test_benchmarks.py::test_every_form_agrees_with_truth": 10,
+    "test_checkpoint.py::test_a_kill_at_any_point_of_a_save_leaves_what_can_be_resumed": 0,
+    "test_closed_over_arrays.py::test_indexed_arrays_are_right": 4,
+    "test_context_parallel.py::test_ring_attention_is_attention": 6,
+    "test_context_parallel.py::test_ring_of_any_size": 3,
+    "test_flax.py::test_checkpoints_of_linen": 1,
+    "test_flax.py::test_equals_flax": 3,
+    "test_forward.py::test_chunks_that_the_mask_rules_out_are_not_visited": 4,
+    "test_forward_mode.py::test_arrays_that_jit_shards": 1,
+    "test_forward_mode.py::test_eager_calls_linearize_and_scan": 0,
+    "test_forward_mode.py::test_gradients_are_the_transpose_of_the_tangents": 1,
+    "test_forward_mode.py::test_hessian_vector_products": 0,
+    "test_forward_mode.py::test_shard_map_with_its_checks": 0,
+    "test_forward_mode.py::test_tangents": 4,
+    "test_forward_mode.py::test_the_others_may_stay": 1,
+    "test_forward_mode.py::test_values_come_from_the_kernels": 0,
+    "test_gradients.py::test_bias_gradient_has_the_shape_and_dtype_of_the_bias": 12,
+    "test_gradients.py::test_gradients_are_finite_differences": 2,
+    "test_gradients.py::test_what_varies_by_query_head_under_grouped_heads": 3,
+    "test_higher_derivatives.py::test_grad_of_grad_over_several_chunks_of_rows": 1,
+    "test_higher_derivatives.py::test_jacrev_of_jacrev": 0,
+    "test_higher_derivatives.py::test_third_derivatives": 0,
+    "test_jax_nn.py::test_agrees": 10,
+    "test_kernel_interpreted.py::test_a_large_negative_bias_is_a_mask": 1,
+    "test_kernel_interpreted.py::test_interpreted_kernel_is_right_and_free_of_races": 6,
+    "test_kernel_lowering.py::test_every_configuration_of_the_tables_lowers": 2,
+    "test_kernel_lowering.py::test_every_head_dim_lowers": 1,
+    "test_kernel_lowering.py::test_every_length_lowers": 4,
+    "test_kernel_lowering.py::test_every_mask_lowers": 5,
+    "test_kernel_lowering.py::test_every_score_lowers": 4,
+    "test_kernel_lowering.py::test_kernels_lower_with_64_bit_types": 2,
+    "test_kernel_transforms.py::test_kernels_of_a_transformed_program": 2,
+    "test_memory_and_time.py::test_memory_of_forward_mode_grows_with_the_length": 1,
+    "test_mesh_training.py::test_steps_that_are_not_waited_for_do_not_wait_for_one_another": 0,
+    "test_mesh_training.py::test_sums_of_gradients_are_made_before_the_backward_pass_goes_on": 0,
+    "test_mesh_training.py::test_the_norm_of_gradients_takes_one_sum_over_devices": 0,
+    "test_mesh_training.py::test_what_a_device_holds_and_what_devices_exchange": 0,
+    "test_models.py::test_decoding_with_a_cache_gives_the_logits_of_the_whole": 1,
+    "test_padding.py::test_empty_rows_give_zero_and_minus_infinity_and_no_gradients": 6,
+    "test_padding.py::test_padding_may_hold_anything": 4,
+    "test_padding.py::test_padding_may_hold_anything_in_second_derivatives": 1,
+    "test_padding.py::test_padding_of_a_key_head_is_past_the_longest_of_its_group": 1,
+    "test_partitioned.py::test_every_device_computes_its_share": 5,
+    "test_partitioned.py::test_explicit_axes": 1,
+    "test_partitioned.py::test_the_kernels_of_one_device_lower": 1,
+    "test_partitioned.py::test_transformations": 2,
+    "test_run_ends.py::test_however_it_ends_the_curve_goes_on_bit_for_bit": 0,
+    "test_scaling.py::test_variants_of_the_step_are_timed_beside_it": 0,
+    "test_strict_modes.py::test_a_call_does_the_same": 8,
+    "test_training_benchmark.py::test_a_row_for_each_attention_and_context": 0,
+    "test_transforms.py::test_remat_keeps_what_its_policy_names": 2,
+    "test_transforms.py::test_vmap_over_any_subset_of_arguments_and_axes": 3,
+}
+
+
+def thin(items: list[pytest.Item]) -> None:
+    """Marks what `THINNED` leaves out as full; what is marked smoke stays."""
+    groups = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        groups.setdefault(f"{item.path.name}::{name}", []).append(item)
+    for name, group in groups.items():
+        wanted = THINNED.get(name, len(group))
+        kept = {i * len(group) // wanted for i in range(wanted)} if wanted else set()
+        for i, item in enumerate(group):
+            if i not in kept and not item.get_closest_marker("smoke"):
+                item.add_marker(pytest.mark.full)

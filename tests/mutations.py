@@ -1,0 +1,95 @@
+"""Faults planted one at a time: each must be caught by the tests named beside it, as `make test` runs them.
+
+usage: python -m tests.mutations [NUMBER ...]
+
+In a copy of the tree, so that nothing here changes; first without a fault, where the tests must pass. Prints a line for
+each, and exits with 1 if one survives.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Mutation(NamedTuple):
+    """`old` becomes `new` in a file of pallas_fa/; `tests` are pytest arguments."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests/test_backward_kernel.py -k interpreted"
+FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
+BACKWARD = "tests/test_backward_kernel.py -k interpreted"
+MUTATIONS = (
+    Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
+    Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
+    Mutation("masks/band.py", "subtract(t_hi - 1, left)", "subtract(t_lo, left)", MASKS),
+    Mutation("masks/segments.py", "return self.q_ids == self.kv_ids", "return self.q_ids <= self.kv_ids", MASKS),
+    Mutation("masks/lengths.py", "t < self.q_lengths", "t <= self.q_lengths", MASKS),
+    Mutation("masks/base.py", "return intervals.maximum(*los)", "return intervals.minimum(*los)", MASKS),
+    Mutation("masks/base.py", "intervals.where(a < b, b, -UNBOUNDED)", "intervals.where(a < b, a, -UNBOUNDED)", MASKS),
+    Mutation("masks/tile_ranges.py", "hit &= (bits & other_bits) != 0", "hit &= (bits & other_bits) == 0", MASKS),
+    Mutation("masks/tile_ranges.py", "return first * block, end * block", "return (first + 1) * block, end * block", MASKS),
+    Mutation("backends/gpu/schedule.py", "last = (hi + block - 1) // block", "last = hi // block", SCHEDULE),
+    Mutation("backends/gpu/schedule.py", "maximum((lo + block - 1) // block,", "maximum(lo // block,", SCHEDULE),
+    Mutation("backends/gpu/schedule.py", "intervals.minimum(hi // block, last)", "last", SCHEDULE),
+    Mutation("backends/hopper/forward/softmax.py", "_plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p)",
+             "_plus_columns(l, p)", FORWARD),
+    Mutation("backends/hopper/forward/epilogue.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
+    Mutation("backends/hopper/forward/softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
+    Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
+    Mutation("backends/gpu/row_statistics.py", "- d_lse\n", "\n", BACKWARD),
+    Mutation("backends/hopper/backward/backward.py", ": problem.H] * problem.scale)", ": problem.H])", BACKWARD),
+    Mutation("backends/hopper/backward/tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
+    Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),
+    Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
+    Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
+)  # fmt: skip
+
+
+def passes(tests: str, mutation: Mutation | None = None) -> bool:
+    """Whether the tests pass, with the fault if there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder)
+        for name in ("pallas_fa", "tests", "pyproject.toml"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, tree / name)
+        if mutation:
+            path = tree / "pallas_fa" / mutation.file
+            text = path.read_text()
+            assert mutation.old in text, f"{mutation.file} has no {mutation.old!r}"
+            path.write_text(text.replace(mutation.old, mutation.new))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not full"]
+        run = subprocess.run([*command, *tests.split()], cwd=tree, capture_output=True, text=True)
+        assert run.returncode in (0, 1), run.stdout[-2000:] + run.stderr[-2000:]
+        return run.returncode == 0
+
+
+def main(numbers: list[int]) -> int:
+    """Plants the faults with these numbers, or all; returns how many survive, at most 1."""
+    survivors, chosen = 0, numbers or range(len(MUTATIONS))
+    for tests in sorted({MUTATIONS[i].tests for i in chosen}):
+        assert passes(tests), f"{tests} fail without a fault"
+    for i in tqdm(chosen, mininterval=10):
+        mutation = MUTATIONS[i]
+        alive = passes(mutation.tests, mutation)
+        survivors += alive
+        print(
+            f"{i:2} {'SURVIVES' if alive else 'caught'}: {mutation.file}: {mutation.old.strip()} -> {mutation.new.strip()}"
+        )
+    print(f"{survivors} of {len(chosen)} survive")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(x) for x in sys.argv[1:]]))

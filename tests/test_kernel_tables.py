@@ -1,0 +1,111 @@
+"""What a GPU has, and the tables of tiles that depend on it; no kernel is traced."""
+
+import pathlib
+import re
+import types
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_fa.backends.gpu import device as gpu_device
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
+from pallas_fa.backends.hopper.backward import choose as choose_backward
+from pallas_fa.backends.hopper.backward import scratch as backward_scratch
+from pallas_fa.backends.hopper.backward import table as backward_table
+from pallas_fa.backends.hopper.backward.plan import passes
+from pallas_fa.backends.hopper.forward import choose as choose_forward
+from pallas_fa.backends.hopper.forward import scratch as forward_scratch
+from pallas_fa.backends.hopper.forward import table as forward_table
+from pallas_fa.problem import normalise
+
+ROOT = pathlib.Path(__file__).parent.parent
+H200 = Gpu("9.0", 132, 227 * 1024)
+
+
+def device_like(capability, multiprocessors):
+    return types.SimpleNamespace(compute_capability=capability, core_count=multiprocessors)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kilobytes"), [("8.0", 163), ("8.9", 99), ("9.0", 227), ("12.0", 99), ("7.0", 48)]
+)
+def test_a_gpu_is_read_from_its_device(capability, kilobytes):
+    assert Gpu.of(device_like(capability, 84)) == Gpu(capability, 84, kilobytes * 1024)
+
+
+def test_the_visible_gpu_is_that_of_all_devices_or_a_hopper(monkeypatch):
+    visible = lambda: Gpu.visible.__wrapped__(Gpu)  # it remembers its answer
+    monkeypatch.setattr(gpu_device, "cuda_devices", lambda: [])
+    assert visible() == H200
+    monkeypatch.setattr(gpu_device, "cuda_devices", lambda: [device_like("9.0", 132), device_like("9.0", 114)])
+    assert visible() == Gpu("9.0", 114, 227 * 1024)
+    monkeypatch.setattr(gpu_device, "cuda_devices", lambda: [device_like("9.0", 132), device_like("8.0", 108)])
+    assert visible().compute_capability == "8.0, 9.0"
+
+
+class Facts(NamedTuple):
+    length: int
+    masked: bool
+
+
+def test_the_first_row_that_applies_has_the_value():
+    table = Table(
+        "group/record",
+        Row("short", length=up_to(64)),
+        Row("middle", length=Span(65, 128), masked=True),
+        Row("long", length=at_least(129)),
+        Row("other"),
+    )
+    found = [table.find(Facts(length, masked)) for length in (64, 65, 128, 129) for masked in (True, False)]
+    assert found == ["short", "short", "middle", "other", "middle", "other", "long", "long"]
+    assert Table("", Row("either", length={1, 3}), Row("other")).find(Facts(3, True)) == "either"
+    with pytest.raises(AssertionError, match="everywhere"):
+        Table("group/record", Row("short", length=up_to(64)))
+
+
+def test_evidence_has_a_record():
+    tables = [x for module in (forward_table, backward_table) for x in vars(module).values() if isinstance(x, Table)]
+    cited = {row.evidence or table.evidence for table in tables for row in table.rows}
+    for file in (ROOT / "pallas_fa").rglob("*.py"):
+        cited |= set(re.findall(r"[Ee]vidence: ([a-z-]+/[a-z0-9-]+)", file.read_text(encoding="utf-8")))
+    assert len(tables) == 8 and len(cited) > 20
+    folder = ROOT / "docs" / "decisions"
+    records = {str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.md")}
+    assert cited <= records
+
+
+def problem(T, H, **keywords):
+    q = jax.ShapeDtypeStruct((2, T, 4, H), jnp.bfloat16)
+    found = []
+    jax.eval_shape(lambda q: found.append(normalise(q, q, q, **keywords)[0]), q)
+    return found[0]
+
+
+@pytest.mark.parametrize("H", [64, 128, 192, 256])
+def test_tiles_fit_the_gpu_that_is_given(H):
+    """All of them a Hopper; on GPUs with less shared memory the same tables give smaller tiles, as far as they go."""
+    case = problem(4096, H)
+    forward = choose_forward.choose(case, H200)
+    assert fits(forward_scratch.on_gpu(forward), H200)
+    backward = [choose_backward.choose(case, kind, H200) for kind in passes(case)]
+    assert all(fits(backward_scratch.on_gpu(plan), H200) for plan in backward)
+    if H > 128:
+        return
+    small = Gpu("8.0", 108, 163 * 1024)
+    less = [choose_forward.choose(case, small), *(choose_backward.choose(case, plan.kind, small) for plan in backward)]
+    assert fits(forward_scratch.on_gpu(less[0]), small)
+    assert fits(backward_scratch.on_gpu(less[1]), small)
+    if H == 128:
+        assert less[0].config != forward.config and less[1].config != backward[0].config
+
+
+@pytest.mark.parametrize(("multiprocessors", "pairs"), [(16, 2), (32, 1), (64, 0)])
+def test_pairs_of_query_blocks_depend_on_multiprocessors(multiprocessors, pairs):
+    """8 heads of 8 query blocks: few multiprocessors are kept busy by CTAs of several blocks, many are not."""
+    gpu = Gpu("9.0", multiprocessors, 227 * 1024)
+    case = problem(1024, 128, is_causal=True)
+    assert choose_forward.choose(case, gpu).config.q_block_pairs == pairs
