@@ -127,21 +127,18 @@ def test_traced_scale_has_a_gradient(implementation, rng):
     assert jax.grad(loss)(jnp.bfloat16(0.3)).dtype == jnp.bfloat16
 
 
-def test_gradients_are_bitwise_equal_from_run_to_run(rng):
-    q, k = (jnp.asarray(rng.standard_normal((2, n, 4, 8)), jnp.bfloat16) for n in (150, 170))
+def test_deterministic_gradients_add_nothing_up_in_no_fixed_order():
+    """XLA's scatters may add in any order on a GPU. That reruns are equal there, tests/test_gpu.py shows."""
+    q, k = (jax.ShapeDtypeStruct((2, n, 4, 8), jnp.bfloat16) for n in (150, 170))
 
-    @jax.jit
     def run(q, k, bias):
         attend = lambda *x: pallas_fa.dot_product_attention(
             x[0], x[1], x[1], x[2], is_causal=True, deterministic_gradients=True
         )
         return jax.vjp(attend, q, k, bias)[1](q)
 
-    bias = jnp.zeros((4, 1, 170))
-    first = run(q, k, bias)
-    for _ in range(5):
-        for x, y in zip(first, run(q, k, bias), strict=True):
-            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    lowered = jax.jit(run).lower(q, k, jax.ShapeDtypeStruct((4, 1, 170), jnp.float32)).as_text()
+    assert "stablehlo.while" in lowered and "scatter" not in lowered
 
 
 def test_the_reference_differentiates_forward_mode(rng):
