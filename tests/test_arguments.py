@@ -146,6 +146,11 @@ def test_nn_and_the_configs_are_there_when_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_config_classes_keep_their_public_name():
+    public = pallas_fa.mosaic_gpu.config
+    assert public.Config(forward=public.ForwardConfig(2), backward=public.BackwardConfig(2)).forward.block_q == 128
+
+
 USER = """
 import jax
 import pallas_fa
