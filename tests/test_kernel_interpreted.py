@@ -64,14 +64,14 @@ CASES = {
 }
 
 
-def interpreted(problem, operands):
+def interpreted(problem, operands, kernel=forward.forward):
     """(out, lse), whether races were found."""
     # Its only door is private: pallas has no public name for what the race detector found.
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
 
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(forward.forward(problem, operands, Gpu.visible(), interpret=True))
+        results = jax.block_until_ready(kernel(problem, operands, Gpu.visible(), interpret=True))
         return results, gpu_callbacks.get_races().races_found
 
 

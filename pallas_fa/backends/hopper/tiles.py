@@ -1,7 +1,7 @@
 """Tiles of q, k, v and out in shared memory, in the swizzled layout that the tensor cores read.
 
 TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64.
-Otherwise it copies chunks of 64 columns. In a chunk, the order that TMA writes is the order that the tensor cores read,
+Otherwise it copies chunks of 128 bytes (64 columns of 16 bits). In a chunk, the order that TMA writes is the order that the tensor cores read,
 so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
 """
@@ -45,7 +45,7 @@ class Tiles:
     @property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return self.padded_dim if self._whole else 64
+        return self.padded_dim if self._whole else 128 // self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
@@ -84,7 +84,7 @@ class Tiles:
 
 
 def in_same_chunks(a: Tiles, b: Tiles) -> tuple[Tiles, Tiles]:
-    """Returns both operands in chunks of the same size: in chunks of 64 if one of them has to be."""
+    """Returns both operands in chunks of the same size: in chunks of 128 bytes if one of them has to be."""
     if a.chunk == b.chunk:
         return a, b
     return dataclasses.replace(a, in_chunks=True), dataclasses.replace(b, in_chunks=True)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.work import QueryBlock
+from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
 
 
 def store(
@@ -38,13 +38,17 @@ def store(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
     out_smem = plan.tiles.out.matrix(smem)
+    width = plan.tiles.out.chunk
+    pieces = plan.tiles.v.chunk // width
     for chunk, x in enumerate(times_rows(acc, factor)):
-        out_smem[wg, chunk] = x.astype(plan.problem.dtype)
+        for piece in range(pieces):
+            part = x[:, piece * width : (piece + 1) * width] if pieces > 1 else x
+            out_smem[wg, chunk * pieces + piece] = part.astype(plan.tiles.out.dtype)
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()
-    rows = pl.ds(t0, 64)
-    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, block.b, rows, block.n)
-    lse_rows = gmem.lse.at[block.b, block.n, rows]
+    rows, entry = pl.ds(t0, 64), result_entry(plan, block)
+    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, entry, rows, block.n)
+    lse_rows = gmem.lse.at[entry, block.n, rows]
     store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[wg], lse_rows)
     if plan.skips_steps or gmem.lse.shape[2] % plan.config.block_q == 0:
         store_lse()

@@ -33,33 +33,49 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
 
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
-    q, k, v, score, mask = operands
     plan = choose(problem, gpu, interpret)
-    dims, config = problem.dims, plan.config
+    out, lse = run(plan, operands, visit_table(plan, operands.mask))
+    return out, jnp.swapaxes(lse[:, :, : problem.dims.T], 1, 2)
+
+
+def visit_table(plan: ForwardPlan, mask: Any) -> Any:
+    """Returns which key blocks each query block visits, as `schedule.table` does; None where the mask has no arrays."""
+    if mask is None or not plan.visit_table:
+        return None
+    dims, config = plan.problem.dims, plan.config
+    sizes = config.block_q, dims.T, dims.S, config.block_kv
+    found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
+    return schedule.table(found, plan.blocks.count, plan.blocks.count)
+
+
+def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
+    """Returns (out, lse [B * kv_splits, N, rows]): lse of whole warpgroups, partial results if the keys are split.
+
+    `out` is [B, T, N, Hv], or [B * kv_splits, T, N, Hv] in float32. `visits`: the visit table, if the plan has one.
+    """
+    q, k, v, score, mask = operands
+    problem, dims, config = plan.problem, plan.problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, mask)
-    if mask is not None and plan.visit_table:
-        sizes = config.block_q, dims.T, dims.S, config.block_kv
-        found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
-        arrays.append(schedule.table(found, plan.blocks.count, plan.blocks.count))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
 
-    out, lse = launch(
+    entries = dims.B * config.kv_splits
+    return launch(
         flash_attention_forward,
         q,
         k,
         v,
         *arrays,
+        *([] if visits is None else [visits]),
         out_type=(
-            jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
-            jax.ShapeDtypeStruct((dims.B, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),  # whole warpgroups
+            jax.ShapeDtypeStruct((entries, dims.T, dims.N, problem.Hv), plan.tiles.out.dtype),
+            jax.ShapeDtypeStruct((entries, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),
         ),
         ctas=plan.grid.ctas,
         warpgroups=config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )
-    return out, jnp.swapaxes(lse[:, :, : dims.T], 1, 2)
 
 
 class _Refs(NamedTuple):

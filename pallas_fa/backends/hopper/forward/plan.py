@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
@@ -40,7 +41,10 @@ class ForwardPlan:
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         q, k, v, out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
-        v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
+        if self.config.kv_splits > 1:  # partial results are float32
+            out = Tiles(T, problem.Hv, np.dtype(np.float32), self.interpret, in_chunks=True)
+        else:
+            v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
         return OperandTiles(q, k, v, out)
 
     @functools.cached_property
@@ -69,7 +73,17 @@ class ForwardPlan:
         """The CTAs of the kernel."""
         dims, is_masked = self.problem.dims, self.problem.mask is not None
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
-        return Grid(dims.B, dims.N, self.blocks.ctas, group)
+        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits, group)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Key blocks of a sequence."""
+        return -(-self.problem.dims.S // self.config.block_kv)
+
+    @property
+    def has_padding_keys(self) -> bool:
+        """Whether a step may see keys past the end of the sequence."""
+        return self.problem.dims.S % self.config.block_kv > 0 or self.config.kv_splits > 1
 
     @property
     def ping_pong(self) -> bool:
