@@ -1,7 +1,7 @@
 """Tiles of q, k, v and out in shared memory, in the swizzled layout that the tensor cores read.
 
 TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64.
-Otherwise it copies chunks of 128 bytes (64 columns of 16 bits). In a chunk, the order that TMA writes is the order that the tensor cores read,
+Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor cores read,
 so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
 """
