@@ -34,22 +34,3 @@ def merge(*results: PartialResult) -> PartialResult:
     total = jnp.where(empty, 1, total)
     out = sum((weight / total)[..., None] * result.out for weight, result in zip(weights, results, strict=True))
     return PartialResult(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
-
-
-def merge_parts(out: Any, lse: Any, parts: int) -> PartialResult:
-    """Returns attention to the keys of all parts: `merge` of results that lie one after another.
-
-    Args:
-      out: [B * parts, T, N, Hv].
-      lse: [B * parts, T, N].
-      parts: how many there are of each batch entry.
-    """
-    out, lse = (x.reshape(-1, parts, *x.shape[1:]) for x in (out, lse))
-    top = lse.max(axis=1, keepdims=True)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lse - top)
-    total = weights.sum(axis=1)
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    out = (weights[..., None] * out).sum(axis=1) / total[..., None]
-    return PartialResult(out, jnp.where(empty, -jnp.inf, top[:, 0] + jnp.log(total)))

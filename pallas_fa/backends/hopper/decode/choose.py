@@ -4,7 +4,7 @@ import dataclasses
 
 from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.shared_memory import first_that_fits, scratch_bytes
+from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
@@ -39,11 +39,10 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
 
 
 def _splits(plan, gpu):
-    """How many parts take least time, if all take the same time and CTAs run in rounds that fill the GPU."""
-    at_once = gpu.multiprocessors * max(1, gpu.shared_memory // scratch_bytes(on_gpu(plan)))
+    """How many parts take least time, if all take the same time and CTAs of one multiprocessor share its bandwidth."""
 
     def time(splits):
-        rounds = -(-plan.grid.ctas * splits // at_once)
+        rounds = -(-plan.grid.ctas * splits // gpu.multiprocessors)
         return rounds * (-(-plan.kv_blocks // splits) + _CTA_START) + _MERGE * splits
 
     return min(range(1, min(_MOST_SPLITS, plan.kv_blocks) + 1), key=time)

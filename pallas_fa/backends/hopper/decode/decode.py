@@ -13,7 +13,7 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.decode.choose import choose, group_of
 from pallas_fa.backends.hopper.forward.forward import run
 from pallas_fa.problem import Operands, Problem
-from pallas_fa.softmax.merging import merge_parts
+from pallas_fa.softmax.merging import PartialResult, merge
 
 
 def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
@@ -24,8 +24,10 @@ def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = 
     rows = grouped_rows.of_operands(operands, group) if group > 1 else operands
     out, lse = run(plan, rows, visits)
     lse = jnp.swapaxes(lse[:, :, : plan.problem.dims.T], 1, 2)
-    if plan.config.kv_splits > 1:
-        out, lse = merge_parts(out, lse, plan.config.kv_splits)
+    splits = plan.config.kv_splits
+    if splits > 1:
+        # One part after the other, which XLA does in one GPU kernel; reductions over the parts would be several.
+        out, lse = merge(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits)))
         out = out.astype(problem.dtype)
     return (grouped_rows.per_query(out, group), grouped_rows.per_query(lse, group)) if group > 1 else (out, lse)
 
