@@ -33,7 +33,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
 
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
-    q, k, v, score, mask = operands
+    q, k, v, score, mask, sinks = operands
     plan = choose(problem, gpu, interpret)
     dims, config = problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, mask)
@@ -41,6 +41,9 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
         sizes = config.block_q, dims.T, dims.S, config.block_kv
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
         arrays.append(schedule.table(found, plan.blocks.count, plan.blocks.count))
+
+    if sinks is not None:
+        arrays.append(sinks[:, :, 0, 0].astype(jnp.float32))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -63,21 +66,23 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: those of score and mask; `visit_table`: None where the mask has no arrays."""
+    """Device memory. `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]."""
 
     q: Any
     k: Any
     v: Any
     arrays: tuple[Any, ...]
     visit_table: Any
+    sinks: Any
     out: Any
     lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
+    sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 
