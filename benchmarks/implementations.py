@@ -3,7 +3,8 @@
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
-Our own `+deterministic` has gradients that are bitwise equal from run to run.
+Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks: it is
+what the call with them is compared with.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ BACKENDS = {
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
 }
 MASK_FORMS = ("dense", "bias")
-FORMS = ("", *MASK_FORMS, "deterministic")
+OWN_FORMS = ("deterministic", "without")
+FORMS = ("", *MASK_FORMS, *OWN_FORMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Implementation:
 
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
+        if self.form == "without":
+            return workload.sinks
         masked = workload.causal or bool(workload.window or workload.documents)
         return masked or self.form not in MASK_FORMS
 
@@ -68,6 +72,10 @@ class Implementation:
             if w.bias:
                 raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
             kwargs["bias"] = masks["bias"]
+        if w.sinks and self.library != "pallas_fa":
+            raise NotImplementedError(f"{self.library} has no sinks")
+        if w.sinks and self.form != "without":
+            kwargs["sinks"] = arrays["sinks"]
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
         if self.form not in MASK_FORMS:
@@ -85,11 +93,11 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    known = library in BACKENDS and form in FORMS and (form != "deterministic" or library == "pallas_fa")
+    known = library in BACKENDS and form in FORMS and (form not in OWN_FORMS or library == "pallas_fa")
     if not known or not backend:
         raise ValueError(
             f"{name!r} is not library:backend[+form] with a library of {', '.join(BACKENDS)} and a form of"
-            f" {', '.join(FORMS[1:])}, the last for pallas_fa alone. Write, for example, pallas_fa:xla or"
+            f" {', '.join(FORMS[1:])}, the last two for pallas_fa alone. Write, for example, pallas_fa:xla or"
             " jax.nn:cudnn+dense."
         )
     if library == "pallas_fa":

@@ -1,7 +1,7 @@
 """Float64 truth for a slice of a workload, written apart from the library, and the errors against it.
 
 The slice is the last key head with its group of query heads, of the last batch entry; of every entry where there is a
-bias, whose gradient is a sum over them. All query rows are computed where that is affordable, which gives every
+bias or sinks, whose gradients are sums over them. All query rows are computed where that is affordable, which gives every
 gradient; else a few rows, which give the output and dq.
 """
 
@@ -21,7 +21,10 @@ _ROWS = 64  # query rows that are checked where all of them would be too many
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Rows `rows` of a slice in float64: out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S]."""
+    """Rows `rows` of a slice in float64.
+
+    out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S], d_sinks [G].
+    """
 
     workload: Workload
     rows: np.ndarray
@@ -43,7 +46,7 @@ class Truth:
 
 
 def _entries(w: Workload) -> int:
-    return w.B if w.bias else 1
+    return w.B if w.bias or w.sinks else 1
 
 
 def _cut(w, rows, name, x):
@@ -52,6 +55,8 @@ def _cut(w, rows, name, x):
         return x[-b:][:, rows, -group:]
     if name in ("key", "value"):
         return x[-b:, :, -1]
+    if name == "sinks":
+        return x[-group:]
     return jnp.swapaxes(jnp.broadcast_to(x, (1, w.N, w.T, w.S))[0, -group:][:, rows], 0, 1)
 
 
@@ -65,6 +70,7 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     q, do = (_cut(w, rows, "query", x) for x in (arrays["query"], d_out))
     k, v = (_cut(w, rows, name, arrays[name]) for name in ("key", "value"))
     bias = _cut(w, rows, "bias", arrays["bias"]) if w.bias else None
+    sinks = _cut(w, rows, "sinks", arrays["sinks"]) if w.sinks else jnp.full(group, -jnp.inf)
     lo, hi = (np.broadcast_to(x, (w.B, w.T))[-b:, rows] for x in w.bounds())
     parts = []
     with jax.enable_x64(True):
@@ -72,19 +78,23 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
         for i in starts:
             cut = slice(i, i + per_block)
             bias_i = None if bias is None else jnp.moveaxis(bias[cut], 0, 1)
-            part = _rows(w.soft_cap, q[:, cut], k, v, do[:, cut], bias_i, lo[:, cut], hi[:, cut])
+            part = _rows(w.soft_cap, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut])
             parts.append({name: np.asarray(x) for name, x in part.items()})
     values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
     if whole:
-        values |= {name: np.sum([p[name] for p in parts], axis=0) for name in ("key", "value")}
+        summed = ("key", "value", "sinks") if w.sinks else ("key", "value")
+        values |= {name: np.sum([p[name] for p in parts], axis=0) for name in summed}
     if w.bias:
         values["bias"] = np.concatenate([p["bias"] for p in parts])
     return Truth(w, rows, values)
 
 
 @jax.jit(static_argnums=0)
-def _rows(soft_cap, q, k, v, d_out, bias, lo, hi):
-    """q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, lo and hi [b, t] -> outputs and gradients."""
+def _rows(soft_cap, q, k, v, d_out, bias, sinks, lo, hi):
+    """Returns outputs and gradients.
+
+    q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t].
+    """
     q, d_out = (x.astype(jnp.float64) for x in (q, d_out))
     scale = q.shape[-1] ** -0.5
     x = scale * jnp.einsum("btgh,bsh->bgts", q, k)
@@ -95,14 +105,19 @@ def _rows(soft_cap, q, k, v, d_out, bias, lo, hi):
         x, slope = soft_cap * capped, 1 - capped**2
     s = lax.broadcasted_iota(lo.dtype, (1, 1, 1, k.shape[1]), 3)
     ok = (lo[:, None, :, None] <= s) & (s < hi[:, None, :, None])
-    p = jax.nn.softmax(jnp.where(ok, x, -jnp.inf), axis=-1, where=ok)
-    p = jnp.where(ok, p, 0)
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float64)[:, None, None], (*x.shape[:-1], 1))
+    # A row may have no key and no sink.
+    with_sinks = jnp.append(jnp.where(ok, x, -jnp.inf), sinks, axis=-1)
+    p = jnp.where(with_sinks > -jnp.inf, jax.nn.softmax(with_sinks, axis=-1, where=with_sinks > -jnp.inf), 0)
+    p, p_sinks = p[..., :-1], p[..., -1]
     dp = jnp.einsum("btgh,bsh->bgts", d_out, v)
-    ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * slope
+    delta = jnp.sum(p * dp, axis=-1)
+    ds = p * (dp - delta[..., None]) * slope
     results = {
         "out": jnp.einsum("bgts,bsh->btgh", p, v),
         "query": scale * jnp.einsum("bgts,bsh->btgh", ds, k),
         "key": scale * jnp.einsum("bgts,btgh->bsh", ds, q),
         "value": jnp.einsum("bgts,btgh->bsh", p, d_out),
+        "sinks": -jnp.sum(p_sinks * delta, axis=(0, 2)),
     }
     return results if bias is None else results | {"bias": jnp.swapaxes(ds.sum(axis=0), 0, 1)}

@@ -33,6 +33,7 @@ class Workload:
     documents: int | None = None  # length of the packed documents, told apart by segment ids
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
+    sinks: bool = False  # one for each query head, with gradient
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
     timed: bool = True  # False: compiled for its memory only
     series: str = ""  # workloads of one series differ in S only: the lines of the plot
@@ -47,6 +48,7 @@ class Workload:
         words += [f"padding({self.padding:g})"] if self.padding is not None else []
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
         words += [f"bias({self.bias})"] if self.bias else []
+        words += ["sinks"] if self.sinks else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +85,7 @@ class Workload:
         return tuple(n if c in self.bias else 1 for c, n in sizes) if self.bias else None
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What gets gradients: query, key, value and, where there is one, bias."""
+        """What gets gradients: query, key, value and, where there are any, bias and sinks."""
         shapes: dict[str, tuple[int, ...]] = {
             "query": (self.B, self.T, self.N, self.H),
             "key": (self.B, self.S, self.K, self.H),
@@ -91,7 +93,8 @@ class Workload:
         }
         if (bias := self.bias_shape()) is not None:
             shapes["bias"] = bias
-        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
+        arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
+        return arrays | ({"sinks": jax.ShapeDtypeStruct((self.N,), jnp.dtype(jnp.float32))} if self.sinks else {})
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.B, self.T, self.N, self.Hv), jnp.dtype(self.dtype))
@@ -207,6 +210,17 @@ def _alphafold() -> list[Workload]:
     return [self_attention("alphafold-768", B=64, S=768, N=4, H=64, bias="NTS", padding=0.25, provenance=what)]
 
 
+def _operands() -> list[Workload]:
+    """What a call may bring; the same call `+without` it is the baseline."""
+    return [
+        self_attention(
+            "gpt-oss-8192-sinks", B=1, S=8192, N=64, K=8, H=64, causal=True, window=(127, 0), sinks=True,
+            provenance="gpt-oss: a window of 128 keys",
+        ),
+        self_attention("h128-causal-4096-sinks", B=4, S=4096, N=16, H=128, causal=True, sinks=True, provenance=_PAPER),
+    ]  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -219,6 +233,7 @@ class Suite:
 
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
 _GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
+_WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
 _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
 
 
@@ -232,5 +247,6 @@ def suites() -> dict[str, Suite]:
         "hopper-backward": Suite(tuple(_hopper_table()), ("backward",), _GPU, "jax.nn:cudnn"),
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
+        "operands": Suite(tuple(_operands()), both, _WITHOUT, _WITHOUT[1]),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
     }

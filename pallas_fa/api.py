@@ -60,7 +60,7 @@ def dot_product_attention(
     """Attention: softmax(scores(scale * query key^T), masked) value, in O(T) memory.
 
     The signature of `jax.nn.dot_product_attention`, and more. The order is: scale, `bias`, `logits_soft_cap`, `score`,
-    then masks, then the softmax in float32 (float64 for float64).
+    then masks, then `sinks`, then the softmax in float32 (float64 for float64).
 
     Shapes: B batch (any number of dims, none included), T query length, S key length, N query heads, K key/value heads
     (N % K == 0; query head n reads key head n // (N // K)), H head dim of query and key, Hv head dim of value.
@@ -84,6 +84,9 @@ def dot_product_attention(
       query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
       key_value_segment_ids: int [*B, S].
       score: a `pallas_fa.scores.Score`, any other function of the logits; its arrays get gradients.
+      sinks: float [N] or [*B, N] of any float dtype: one logit per query head that joins the softmax's denominator and
+        has no value (gpt-oss, arXiv 2508.10925). It is neither scaled nor capped, and no mask hides it; lse includes it,
+        and it gets a gradient. -inf is no sink.
       precision: of the matmuls, as in JAX; honoured by 'xla' and 'reference'.
       deterministic_gradients: gradients bitwise equal from run to run on one device.
       forward_mode: True where `jax.jvp` (`jax.jacfwd`, `jax.linearize`, `jax.hessian`) goes through the call; without it JAX
@@ -97,7 +100,8 @@ def dot_product_attention(
 
     Returns:
       out [*B, T, N, Hv] in the dtype of `query`; with `return_residual` (out, lse), lse [*B, T, N] float32 (float64 for
-      float64), natural logarithm, differentiable. A query with nothing to attend to gives 0 and -inf, and no gradient.
+      float64), natural logarithm, differentiable. A query with nothing to attend to gives 0 and -inf, and no
+      gradient; with sinks it gives 0 and its head's sink.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised before anything is computed.

@@ -32,6 +32,7 @@ class Arguments(TypedDict, total=False):
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
     score: scores.Score | None
+    sinks: ArrayLike | None
     precision: Precision | None
     deterministic_gradients: bool
     forward_mode: bool
@@ -181,6 +182,25 @@ def score(score: Any) -> scores.Score | None:
         f"score is a {type(score).__name__}; it must be a pallas_fa.scores.Score. Wrap a function fn(x, b, n, t, s) as"
         " scores.Custom(fn), an additive array as scores.Bias(array)."
     )
+
+
+def sinks(dims: Dims, sinks: Any) -> Any:
+    """`sinks`, checked, as [B|1, N, 1, 1]."""
+    if sinks is None:
+        return None
+    x = _array("sinks", sinks, "a float array [N] or [*B, N]")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"sinks.dtype={x.dtype} must be a float type: a sink is a logit. Convert it, e.g. with"
+            " `.astype(jnp.float32)`."
+        )
+    shapes = (dims.N,), (*dims.batch, dims.N)
+    if tuple(x.shape) not in shapes:
+        raise ValueError(
+            f"sinks.shape={tuple(x.shape)} must be [N] = {shapes[0]}, one logit for each query head, or [*B, N] ="
+            f" {shapes[1]}. Use jnp.broadcast_to(sinks, {shapes[0]}) for one sink that all heads share."
+        )
+    return jnp.reshape(x, (-1 if x.ndim > 1 else 1, dims.N, 1, 1))
 
 
 def mask(mask: Any) -> masks.Mask | None:

@@ -24,7 +24,7 @@ from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 class Operands(NamedTuple):
     """The arrays of one call, batch dims flattened: q [B,T,N,H], k [B,S,K,H], v [B,S,K,Hv], bound score and mask.
 
-    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1]. Those of the mask have no gradient.
+    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1]; sinks are [B|1, N, 1, 1]. Those of the mask have no gradient.
     """
 
     q: Any
@@ -32,16 +32,19 @@ class Operands(NamedTuple):
     v: Any
     score: scores.Score | None = None
     mask: masks.Mask | None = None
+    sinks: Any = None
 
     @property
     def differentiable(self) -> tuple[Any, ...]:
-        """The arrays that get gradients: q, k, v and the float arrays of the score."""
-        return self.q, self.k, self.v, *float_arrays(self.score)
+        """The arrays that get gradients: q, k, v, the float arrays of the score, and sinks where there are any."""
+        sinks = () if self.sinks is None else (self.sinks,)
+        return self.q, self.k, self.v, *float_arrays(self.score), *sinks
 
     def with_differentiable(self, arrays: Iterable[Any]) -> "Operands":
         """These operands with others in the places of `differentiable`."""
         q, k, v, *rest = arrays
-        return self._replace(q=q, k=k, v=v, score=with_float_arrays(self.score, rest))
+        sinks = None if self.sinks is None else rest.pop()
+        return self._replace(q=q, k=k, v=v, score=with_float_arrays(self.score, rest), sinks=sinks)
 
     def cotangent(self, gradients: Iterable[Any]) -> "Operands":
         """The cotangent of these operands, as JAX wants it, from the gradients of `differentiable`."""
@@ -61,7 +64,7 @@ class Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is static in one call; hashable. `mask` and `score` hold ShapeDtypeStructs in the places of arrays."""
+    """What is static in one call; hashable. `mask`, `score` and `sinks` hold ShapeDtypeStructs in the places of arrays."""
 
     dims: Dims
     K: int
@@ -71,6 +74,7 @@ class Problem:
     scale: float
     mask: masks.Mask | None
     score: scores.Score | None
+    sinks: Any = None
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False
@@ -80,16 +84,16 @@ class Problem:
     @classmethod
     def of(cls, operands: Operands, batch: tuple[int, ...], **static: Any) -> "Problem":
         """The problem of `operands`, whose batch dims were `batch`; `static` is what no array tells."""
-        q, k, v, score, mask = operands
-        _, T, N, H = q.shape
-        _, S, K, Hv = v.shape
-        dims = Dims(batch, T, S, N)
-        return cls(dims, K, H, Hv, np.dtype(q.dtype), mask=_abstract(mask), score=_abstract(score), **static)
+        _, T, N, H = operands.q.shape
+        _, S, K, Hv = operands.v.shape
+        dims, dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype)
+        mask, score, sinks = map(_abstract, (operands.mask, operands.score, operands.sinks))
+        return cls(dims, K, H, Hv, dtype, mask=mask, score=score, sinks=sinks, **static)
 
     def with_operands(self, operands: Operands) -> "Problem":
         """The same question about other operands: a part of the arrays, or another mask."""
         B = operands.q.shape[0]
-        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score")
+        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks")
         static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
         return Problem.of(operands, self.dims.batch if self.dims.B == B else (B,), **static)
 
@@ -139,7 +143,7 @@ def normalise(
 
     if len(dims.batch) != 1:
         q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
-    operands = Operands(q, k, v, bound_score, bound_mask)
+    operands = Operands(q, k, v, bound_score, bound_mask, checks.sinks(whole(dims), given["sinks"]))
     problem = Problem.of(
         operands,
         dims.batch,

@@ -71,6 +71,7 @@ FEATURES = {
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x}
     ),
     "`scores.Custom` with an array": _call(((N, 1, 1), _FLOAT), keywords=lambda x: {"score": scores.Custom(_gain, x)}),
+    "`sinks`, with their gradient": _call(((N,), _FLOAT), keywords=lambda x: {"sinks": x}),
     "`deterministic_gradients=True`": _always(deterministic_gradients=True),
     "the same with a shared bias `[N, T, S]`": _call(
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x, "deterministic_gradients": True}

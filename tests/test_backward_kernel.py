@@ -71,6 +71,7 @@ CASES = {
     "bias of keys": (dataclasses.replace(BASE, mask="causal", score="bias_head_keys"), {}),
     "bias of queries": (dataclasses.replace(BASE, mask="causal", score="bias_head_rows"), {}),
     "alibi": (dataclasses.replace(BASE, score="alibi"), {}),
+    "sinks, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), {}),
     "negative scale": (BASE, {"scale": -0.3}),
     "deterministic": (dataclasses.replace(BASE, mask="causal"), {"deterministic_gradients": True}),
 }

@@ -21,7 +21,7 @@ B, T, N, K, H = 4, 32, 8, 2, 8
 PLACEMENTS = ("contiguous", "zigzag")
 TOKENS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1}
 ROWS = {"bias": -2, "mask": -2}  # arrays that a ring shards over their rows, and all-to-all does not
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale")
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "sinks")
 
 
 def normal(shape, seed=0):
@@ -52,7 +52,7 @@ LENGTHS = np.asarray([48, 17, 5, 0], np.int32)
 # name: (arrays, static keywords). `slopes` become an Alibi, a function of positions.
 CASES = {
     "full": (tokens(), {}),
-    "causal": (tokens(N), {"is_causal": True}),
+    "causal": ({**tokens(N), "sinks": normal((N,))}, {"is_causal": True}),
     "causal window": (tokens(), {"is_causal": True, "local_window_size": (6, 0)}),
     "segments": ({**tokens(), **segment_ids(), "scale": np.asarray(0.3, np.float32)}, {"logits_soft_cap": 2.0}),
     "lengths": (
@@ -60,6 +60,7 @@ CASES = {
             **padded(tokens(length=48), LENGTHS),
             "key_value_seq_lengths": LENGTHS,
             "query_seq_lengths": np.asarray([T, 20, 9, 3], np.int32),
+            "sinks": np.where(np.arange(N) == 1, -np.inf, normal((B, N))).astype(np.float32),
         },
         {"mask": masks.Causal("bottom_right", offset=2)},
     ),
@@ -89,6 +90,8 @@ def sharded(attention, size, placement):
             spans |= {name: axis for name, axis in ROWS.items() if name in arrays and arrays[name].shape[axis] > 1}
         specs = {name: shard if name in TOKENS else P() for name in arrays}
         specs |= {name: P("data") for name in ("query_seq_lengths", "key_value_seq_lengths") if name in arrays}
+        if arrays.get("sinks", np.zeros(N)).ndim > 1:
+            specs["sinks"] = P("data")
         specs |= {name: P(*[None] * (arrays[name].ndim - 2), "ring") for name in ROWS if name in spans}
         if "mask" in arrays:
             specs["mask"] = P("data", *specs["mask"][1:])

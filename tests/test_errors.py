@@ -206,6 +206,15 @@ BAD = {
         TypeError,
         ("query_segment_ids.dtype=float32", "integer", ".astype(jnp.int32)"),
     ),
+    "sinks of key heads": (
+        {"sinks": shape(K)},
+        ValueError,
+        ("sinks.shape=(2,)", "[N] = (4,)", "[*B, N] = (2, 4)", "jnp.broadcast_to"),
+    ),
+    "sinks of rows": ({"sinks": shape(B, N, T)}, ValueError, ("sinks.shape=(2, 4, 5)", "[*B, N] = (2, 4)")),
+    "one sink": ({"sinks": 0.5}, ValueError, ("sinks.shape=()", "[N] = (4,)", "all heads share")),
+    "integer sinks": ({"sinks": ints(N)}, TypeError, ("sinks.dtype=int32", "float", ".astype(jnp.float32)")),
+    "a score as sinks": ({"sinks": scores.SoftCap(2)}, TypeError, ("sinks is a SoftCap", "[N]", "score=")),
     # the rest
     "function as score": ({"score": jnp.tanh}, TypeError, ("score", "scores.Custom(fn)", "scores.Bias(array)")),
     "array as score": ({"score": np.ones((T, S))}, TypeError, ("score", "ndarray", "scores.Bias(array)")),

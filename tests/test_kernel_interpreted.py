@@ -60,6 +60,11 @@ CASES = {
     "pairs, dense mask, bias": (dataclasses.replace(BASE, mask="dense", score="bias_shared"), PAIRED),
     "two pairs at a time, an odd number of blocks": (dataclasses.replace(BASE, T=270, mask="causal"), TWO_PAIRS),
     "two pairs at a time, one pair left, segments": (dataclasses.replace(BASE, T=370, mask="segments"), TWO_PAIRS),
+    "sinks, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), TWO),
+    "sinks of -inf, a softmax without a maximum": (
+        dataclasses.replace(BASE, mask="causal", score="soft_cap", sinks="batch"),
+        PAIRED,
+    ),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 

@@ -30,7 +30,7 @@ from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
 
 B, T, S, H = 4, 24, 16, 8
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain")
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain", "sinks")
 AXES = ("data", "model", "rows")
 TOKENS = ("query", "key", "value")
 HEADS = P("data", None, "model")
@@ -130,6 +130,7 @@ class Case:
 
 
 REPLICATED_KEYS = {"key": P(), "value": P()}
+HEADS_OF_BATCH = P("data", "model")
 BATCH_ALONE = {"key": P("data"), "value": P("data")}
 CASES = {
     "batch": Case(P("data"), {"bias": normal((8, 1, S)), "scale": np.float32(0.3)}, mesh=(4, 2, 1)),
@@ -152,8 +153,12 @@ CASES = {
     "mask of heads": Case(HEADS, {"mask": normal((8, T, S)) < 0.5}, {"mask": P("model")}),
     "lengths": Case(
         HEADS,
-        {"query_seq_lengths": np.array([24, 3, 0, 9]), "key_value_seq_lengths": np.array([16, 5, 2, 0])},
-        {"query_seq_lengths": P("data")},
+        {
+            "query_seq_lengths": np.array([24, 3, 0, 9]),
+            "key_value_seq_lengths": np.array([16, 5, 2, 0]),
+            "sinks": normal((B, 8)),
+        },
+        {"query_seq_lengths": P("data"), "sinks": HEADS_OF_BATCH},
         {"mask": masks.Causal("bottom_right", offset=1)},
     ),
     "fewer key heads than shards": Case(P(None, None, "model"), {}, REPLICATED_KEYS, mesh=(1, 8, 1), heads=(8, 2)),
@@ -161,7 +166,9 @@ CASES = {
         P(None, None, ("data", "model")), {}, dict.fromkeys(("key", "value"), P(None, None, "data")), heads=(8, 2)
     ),
     "one key head": Case(HEADS, {"gain": normal((8, 1, 1))}, BATCH_ALONE, heads=(8, 1)),
-    "heads that straddle key heads": Case(HEADS, {}, BATCH_ALONE, {"is_causal": True}, heads=(24, 6)),
+    "heads that straddle key heads": Case(
+        HEADS, {"sinks": normal((24,))}, BATCH_ALONE, {"is_causal": True}, heads=(24, 6)
+    ),
     "rows": Case(P("data", "model"), {"bias": normal((B, 1, T, S))}, BATCH_ALONE, {"is_causal": True}),
     "rows in a window": Case(
         P(None, "model"),

@@ -89,6 +89,7 @@ def all_to_all_attention(
       query_segment_ids: int [*B, T/R], this device's shard. The shards of all devices are gathered.
       key_value_segment_ids: int [*B, S/R], this device's shard.
       score: a `pallas_fa.scores.Score` of the whole problem.
+      sinks: float [N] or [*B, N], those of all heads.
 
     Returns:
       out [*B, T/R, N, Hv], with `return_residual` (out, lse), lse [*B, T/R, N]; differentiable.
@@ -143,7 +144,7 @@ def all_to_all_attention(
     B, heads = problem.dims.B, problem.dims.N
     part = Part((0, lax.axis_index(axis_name) * heads, 0, 0), (B, heads, problem.dims.T, problem.dims.S))
     score, own_mask = (None if tree is None else part.cut(tree).moved(part) for tree in (operands.score, operands.mask))
-    operands = operands._replace(score=score, mask=own_mask)
+    operands = operands._replace(score=score, mask=own_mask, sinks=part.cut(operands.sinks))
     out, lse = run(problem.with_operands(operands), operands, implementation)
     out, lse = shard(out, -2), shard(lse, -1)
     return (out, lse) if return_residual else out

@@ -27,6 +27,7 @@ from pallas_fa.masks.base import all_of
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays
+from pallas_fa.softmax import sinks
 from pallas_fa.softmax.merging import PartialResult, merge
 
 
@@ -96,7 +97,13 @@ class _Rules:
         return _forward(self.ring, self.ring.attend, operands)
 
     def backward(self, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
-        return _backward(self.ring, residuals, d_out, d_lse)
+        operands, out, lse = residuals
+        if operands.sinks is None:
+            return _backward(self.ring, residuals, d_out, d_lse)
+        # Sinks belong to no hop: each has the log-sum-exp of whole rows, with them.
+        gradients = _backward(self.ring, residuals._replace(operands=operands._replace(sinks=None)), d_out, d_lse)
+        products = jnp.where(out == 0, 0, out.astype(lse.dtype) * d_out)  # in padding out is 0, and d_out may be NaN
+        return *gradients, sinks.gradient(operands.sinks, lse, products.sum(axis=-1) - d_lse)
 
     def recompute(self, operands: Operands) -> tuple[Any, Any]:
         return _forward(self.ring, functools.partial(recompute_by_rows.attention, reference.attention), operands)
@@ -139,7 +146,8 @@ def _forward(ring, attend, operands):
             results[a] = pair.unless_skipped(add_pair, results[a])
         return next_keys, tuple(results)
 
-    empty = tuple(PartialResult.empty((*x.shape[:3], problem.Hv), problem.acc_dtype) for x in q)
+    shapes = ((*x.shape[:3], problem.Hv) for x in q)
+    empty = tuple(PartialResult.empty(shape, problem.acc_dtype, operands.sinks) for shape in shapes)
     _, results = lax.fori_loop(0, ring.hops, one_hop, (_key_blocks(ring, operands, segments), empty))
     out, lse = (jnp.concatenate(blocks, axis=1) for blocks in zip(*results, strict=True))
     return out.astype(problem.dtype), lse

@@ -24,7 +24,7 @@ from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import varying
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import float_arrays, with_float_arrays
-from pallas_fa.softmax import tile
+from pallas_fa.softmax import sinks, tile
 
 
 def attention(
@@ -40,13 +40,16 @@ def attention(
     """
     primals = operands.differentiable
     nonzero = [(x, dot) for x, dot in zip(primals, operand_tangents, strict=True) if dot is not None]
-    if not nonzero or 0 in (problem.dims.S, lse.size):
+    if not nonzero or lse.size == 0:
         return jnp.zeros((*lse.shape, problem.Hv), problem.dtype), jnp.zeros_like(lse)
 
     def sums(*differentiated):
         differentiated = iter(differentiated)
         arrays = (x if dot is None else next(differentiated) for x, dot in zip(primals, operand_tangents, strict=True))
-        return _weighted_sums(problem, operands.with_differentiable(arrays), lse)
+        moved = operands.with_differentiable(arrays)
+        out, total = _weighted_sums(problem, moved, lse)
+        # A sink is a key chunk of its own, whose value is 0.
+        return out, total if moved.sinks is None else total + sinks.probabilities(moved.sinks, lse)
 
     differentiated, dots = zip(*nonzero, strict=True)
     (out, _), (out_dot, lse_dot) = jax.jvp(sums, differentiated, dots)
@@ -56,8 +59,13 @@ def attention(
 
 
 def _weighted_sums(problem, operands, lse):
-    """Returns the sums over key chunks of w_j out_j [B, T, N, Hv], which is out, and of w_j [B, T, N], which is 1."""
-    q, k, v, score, mask = operands
+    """Returns the sums over key chunks of w_j out_j [B, T, N, Hv], which is out, and of w_j [B, T, N].
+
+    The latter is 1, less the probability of a sink.
+    """
+    if problem.dims.S == 0:
+        return jnp.zeros((*lse.shape, problem.Hv), problem.acc_dtype), jnp.zeros_like(lse)
+    q, k, v, score, mask, _ = operands
     lengths = lengths_of(mask)
     queries, keys = chunks.split_axes(problem)
     visited = chunks.visits(mask, "kv_range", queries, keys)

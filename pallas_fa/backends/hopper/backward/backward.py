@@ -61,9 +61,9 @@ def backward(
 
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
-    (q, k, v, score, mask), out, lse = residuals
+    q, k, v, score, mask, _ = residuals.operands
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
-    neg_lse, delta = row_statistics(problem, mask, out, lse, d_out, d_lse, factor)
+    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
@@ -71,7 +71,7 @@ def backward(
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
         found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, zero)
-    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score))))
+    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score)))), *d_sinks
 
 
 def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) -> dict[Any, Any]:

@@ -18,6 +18,8 @@ from pallas_fa.softmax.merging import PartialResult, merge
 
 def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32); arguments as of the forward kernel."""
+    sinks, operands = operands.sinks, operands._replace(sinks=None)
+    problem = problem.with_operands(operands)
     group = group_of(problem)
     plan = choose(problem, gpu, interpret)
     visits = _visit_table(plan, operands.mask, group)
@@ -28,8 +30,11 @@ def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = 
     if splits > 1:
         # One part after the other, which XLA does in one GPU kernel; reductions over the parts would be several.
         out, lse = merge(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits)))
-        out = out.astype(problem.dtype)
-    return (grouped_rows.per_query(out, group), grouped_rows.per_query(lse, group)) if group > 1 else (out, lse)
+    if group > 1:
+        out, lse = grouped_rows.per_query(out, group), grouped_rows.per_query(lse, group)
+    if sinks is not None:
+        out, lse = merge(PartialResult(out, lse), PartialResult.empty(out.shape, lse.dtype, sinks))
+    return out.astype(problem.dtype), lse
 
 
 def _visit_table(plan, mask, group):

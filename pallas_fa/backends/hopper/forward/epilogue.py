@@ -22,6 +22,7 @@ def store(
     m: Any,
     l: Any,
     unit: float,
+    sink: Any,
 ) -> None:
     """Stores the output and the log-sum-exp of the 64 queries from `t0` on of warpgroup `wg`.
 
@@ -29,11 +30,15 @@ def store(
       acc: the sums of p v, one array for each chunk of the head dim.
       m: [64], the maximum, where lse = m * unit + log(row sum).
       l: [64, SUM_COLUMNS], the partial row sums.
+      sink: the logit of the head's sink, a scalar; None without sinks.
     """
     total = l.sum(axis=1)
     empty = total == 0
     factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
     lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
+    if sink is not None:
+        lse, keys_share = _with_sink(lse, jnp.broadcast_to(sink, lse.shape))
+        factor = factor * keys_share
     if plan.blocks.pairs:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
@@ -54,6 +59,16 @@ def store(
         store_lse()
     else:  # past the end lie the rows of the next head
         pl.when(t0 < plan.problem.dims.T)(store_lse)
+
+
+def _with_sink(lse, sink):
+    """Returns the log-sum-exp with a sink, and the probability that all keys have together."""
+    top = jnp.maximum(lse, sink)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    keys, total = jnp.exp(lse - top), jnp.exp(lse - top) + jnp.exp(sink - top)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1.0, total)
+    return jnp.where(is_empty, -jnp.inf, top + jnp.log(total)), keys / total
 
 
 def times_rows(chunks: tuple[Any, ...], factor: Any) -> tuple[Any, ...]:

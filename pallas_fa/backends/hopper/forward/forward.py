@@ -53,9 +53,13 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 
     `out` is [B, T, N, Hv], or [B * kv_splits, T, N, Hv] in float32. `visits`: the visit table, if the plan has one.
     """
-    q, k, v, score, mask = operands
+    q, k, v, score, mask, sinks = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, mask)
+    if visits is not None:
+        arrays.append(visits)
+    if sinks is not None:
+        arrays.append(sinks[:, :, 0, 0].astype(jnp.float32))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -67,7 +71,6 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         k,
         v,
         *arrays,
-        *([] if visits is None else [visits]),
         out_type=(
             jax.ShapeDtypeStruct((entries, dims.T, dims.N, problem.Hv), plan.tiles.out.dtype),
             jax.ShapeDtypeStruct((entries, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),
@@ -79,21 +82,23 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: those of score and mask; `visit_table`: None where the mask has no arrays."""
+    """Device memory. `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]."""
 
     q: Any
     k: Any
     v: Any
     arrays: tuple[Any, ...]
     visit_table: Any
+    sinks: Any
     out: Any
     lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
+    sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 
