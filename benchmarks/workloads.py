@@ -207,6 +207,12 @@ def _alphafold() -> list[Workload]:
     return [self_attention("alphafold-768", B=64, S=768, N=4, H=64, bias="NTS", padding=0.25, provenance=what)]
 
 
+def _head_dims() -> list[Workload]:
+    what = "no multiple of 8: beside the multiple of 64 that kernels compute with"
+    sizes = (64, 32), (59, 32), (128, 16), (100, 16)
+    return [self_attention(f"h{H}-4096", B=4, S=4096, N=N, H=H, causal=True, provenance=what) for H, N in sizes]
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -233,4 +239,5 @@ def suites() -> dict[str, Suite]:
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

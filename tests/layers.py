@@ -65,6 +65,7 @@ THINNED = {
     "test_gradients.py::test_bias_gradient_has_the_shape_and_dtype_of_the_bias": 12,
     "test_gradients.py::test_gradients_are_finite_differences": 2,
     "test_gradients.py::test_what_varies_by_query_head_under_grouped_heads": 3,
+    "test_head_dims.py::test_the_default_is_the_kernels_in_both_directions": 1,
     "test_higher_derivatives.py::test_grad_of_grad_over_several_chunks_of_rows": 1,
     "test_higher_derivatives.py::test_jacrev_of_grad": 0,
     "test_higher_derivatives.py::test_jacrev_of_jacrev": 0,

@@ -25,7 +25,10 @@ WIDE_CASES = tuple(
     Case(333, 517, mask, score, DTYPES[i % 2], N=4, K=2, H=H, Hv=Hv)
     for i, (mask, score, H, Hv) in enumerate(
         (mask, score, H, Hv)
-        for H, Hv in ((64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (64, 128), (128, 64))
+        for H, Hv in (
+            *((64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (64, 128), (128, 64)),
+            *((59, 100), (100, 100), (200, 59)),
+        )
         for mask, score in (("packed", "plain"), ("dense", "bias"), ("lengths", "soft_cap"), ("causal", "everything"))
     )
 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper import head_dims
 from pallas_fa.backends.record import NO_DROPOUT, Support
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
@@ -19,20 +20,25 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
     if problem.dropout_rate:
         return Support.neither(NO_DROPOUT)
-    reason = _why_no_forward(problem, gpu)
+    kernels = head_dims.padded(problem)
+    reason = _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    return Support(None, why_no_backward(problem, gpu))
+    return Support(None, why_no_backward(kernels, gpu), head_dims.remark(problem))
+
+
+def _why_no_head_dim(problem):
+    for name, size in (("H", problem.H), ("Hv", problem.Hv)):
+        if size > _MAX_HEAD_DIM:
+            return f"head dim {name}={size}; it takes at most {_MAX_HEAD_DIM}"
+    return None
 
 
 def _why_no_forward(problem, gpu):
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
-    for name, size in (("H", problem.H), ("Hv", problem.Hv)):
-        if size % 8 or size > _MAX_HEAD_DIM:
-            return f"head dim {name}={size}; it takes multiples of 8 up to {_MAX_HEAD_DIM}"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):
         return "a dim of size 0"
     if isinstance(problem.precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):

@@ -23,6 +23,7 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
+from pallas_fa.backends.hopper.head_dims import padded_backward
 from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores.base import float_arrays
 
@@ -54,6 +55,7 @@ def _why_not_score(problem):
     return reason and f"the score can't run in the backward kernel: {reason}"
 
 
+@padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
 ) -> tuple[Any, ...]:
