@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims
 from pallas_fa.backends.record import NO_DROPOUT, Support
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
@@ -67,7 +68,7 @@ def _functions_reason(problem):
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
     def slices(tree):
-        shape = lambda a: (64, 64) if a.shape[2] > 1 or a.shape[3] > 1 else ()
+        shape = lambda a: (64, 64) if diagonals.spans(a) or a.shape[2] > 1 or a.shape[3] > 1 else ()
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype), tree)
 
     for name, tree in (("mask", problem.mask), ("score", problem.score)):
@@ -91,12 +92,12 @@ def _arrays_reason(problem, gpu):
     leaves: Any = jax.tree.leaves((problem.score, problem.mask))
     if not leaves and problem.config is None:
         return None
-    from pallas_fa.backends.gpu.arrays import KernelArray
+    from pallas_fa.backends.gpu.arrays import KernelArrays
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
     from pallas_fa.backends.hopper.forward.choose import choose
     from pallas_fa.backends.hopper.forward.scratch import on_gpu
 
-    reasons = (KernelArray.of(x).why_not() for x in leaves)
+    reasons = (array.why_not() for array in KernelArrays.of(problem.score, problem.mask, problem.dims))
     if reason := next((reason for reason in reasons if reason), None):
         return reason
     needed = on_gpu(choose(problem, gpu))
