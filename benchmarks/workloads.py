@@ -34,6 +34,7 @@ class Workload:
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
+    relative: bool = False  # a bias of s - t, from an array `strip` [N, T + S - 1] with gradient
     timed: bool = True  # False: compiled for its memory only
     series: str = ""  # workloads of one series differ in S only: the lines of the plot
     provenance: str = ""
@@ -47,6 +48,7 @@ class Workload:
         words += [f"padding({self.padding:g})"] if self.padding is not None else []
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
         words += [f"bias({self.bias})"] if self.bias else []
+        words += ["relative_bias"] if self.relative else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -82,8 +84,13 @@ class Workload:
         sizes = zip("BNTS", (self.B, self.N, self.T, self.S), strict=True)
         return tuple(n if c in self.bias else 1 for c, n in sizes) if self.bias else None
 
+    def diagonals(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Which entry of `strip` belongs to each pair: int [T or rows, S]."""
+        rows = np.arange(self.T) if rows is None else rows
+        return np.arange(self.S) - rows[:, None] + self.T - 1
+
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What gets gradients: query, key, value and, where there is one, bias."""
+        """What gets gradients: query, key, value and, where there is one, bias or strip."""
         shapes: dict[str, tuple[int, ...]] = {
             "query": (self.B, self.T, self.N, self.H),
             "key": (self.B, self.S, self.K, self.H),
@@ -91,6 +98,8 @@ class Workload:
         }
         if (bias := self.bias_shape()) is not None:
             shapes["bias"] = bias
+        if self.relative:
+            shapes["strip"] = self.N, self.T + self.S - 1
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
@@ -213,6 +222,19 @@ def _head_dims() -> list[Workload]:
     return [self_attention(f"h{H}-4096", B=4, S=4096, N=N, H=H, causal=True, provenance=what) for H, N in sizes]
 
 
+def _relative() -> list[Workload]:
+    base: dict[str, Any] = {"B": 2, "S": 8192, "N": 16, "H": 128}
+    return [
+        self_attention(f"{name}-{mask}-8192", causal=mask == "causal", provenance=what, **options, **base)
+        for mask in ("full", "causal")
+        for name, what, options in (
+            ("none", "no bias: what the others are compared with", {}),
+            ("dense", "bias [1, N, S, S] with its gradient", {"bias": "NTS"}),
+            ("relative", "T5-like: bias of s - t with its gradient", {"relative": True}),
+        )
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -239,5 +261,6 @@ def suites() -> dict[str, Suite]:
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
         "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }
