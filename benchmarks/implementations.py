@@ -69,13 +69,19 @@ class Implementation:
         kwargs: dict[str, Any] = {name: arrays.get(name) for name in ("query", "key", "value", "bias")}
         kwargs |= {"mask": masks.get("mask")} | ({} if self.config is None else {"config": self.config})
         if "bias" in masks:
-            if w.bias:
+            if w.bias or w.relative:
                 raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
             kwargs["bias"] = masks["bias"]
         if w.sinks and self.library != "pallas_fa":
             raise NotImplementedError(f"{self.library} has no sinks")
         if w.sinks and self.form != "without":
             kwargs["sinks"] = arrays["sinks"]
+        if w.relative and self.library == "pallas_fa":
+            from pallas_fa import scores
+
+            kwargs["score"] = scores.RelativeBias(arrays["strip"])
+        elif w.relative:
+            kwargs["bias"] = arrays["strip"][None, :, w.diagonals()]
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
         if self.form not in MASK_FORMS:

@@ -23,7 +23,8 @@ _ROWS = 64  # query rows that are checked where all of them would be too many
 class Truth:
     """Rows `rows` of a slice in float64.
 
-    out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S], d_sinks [G].
+    out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S], d_sinks [G]. Of all rows also d_strip
+    [G, T + S - 1].
     """
 
     workload: Workload
@@ -46,7 +47,7 @@ class Truth:
 
 
 def _entries(w: Workload) -> int:
-    return w.B if w.bias or w.sinks else 1
+    return w.B if w.bias or w.relative or w.sinks else 1
 
 
 def _cut(w, rows, name, x):
@@ -55,7 +56,7 @@ def _cut(w, rows, name, x):
         return x[-b:][:, rows, -group:]
     if name in ("key", "value"):
         return x[-b:, :, -1]
-    if name == "sinks":
+    if name in ("sinks", "strip"):
         return x[-group:]
     return jnp.swapaxes(jnp.broadcast_to(x, (1, w.N, w.T, w.S))[0, -group:][:, rows], 0, 1)
 
@@ -71,6 +72,8 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     k, v = (_cut(w, rows, name, arrays[name]) for name in ("key", "value"))
     bias = _cut(w, rows, "bias", arrays["bias"]) if w.bias else None
     sinks = _cut(w, rows, "sinks", arrays["sinks"]) if w.sinks else jnp.full(group, -jnp.inf)
+    if w.relative:
+        bias = jnp.swapaxes(_cut(w, rows, "strip", arrays["strip"])[:, w.diagonals(rows)], 0, 1)
     lo, hi = (np.broadcast_to(x, (w.B, w.T))[-b:, rows] for x in w.bounds())
     parts = []
     with jax.enable_x64(True):
@@ -86,6 +89,9 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
         values |= {name: np.sum([p[name] for p in parts], axis=0) for name in summed}
     if w.bias:
         values["bias"] = np.concatenate([p["bias"] for p in parts])
+    if w.relative and whole:
+        d_bias, index = np.concatenate([p["bias"] for p in parts]), w.diagonals().ravel()
+        values["strip"] = np.stack([np.bincount(index, d_bias[:, g].ravel()) for g in range(group)])
     return Truth(w, rows, values)
 
 

@@ -35,6 +35,7 @@ class Workload:
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
+    relative: bool = False  # a bias of s - t, from an array `strip` [N, T + S - 1] with gradient
     timed: bool = True  # False: compiled for its memory only
     series: str = ""  # workloads of one series differ in S only: the lines of the plot
     provenance: str = ""
@@ -49,6 +50,7 @@ class Workload:
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
         words += [f"bias({self.bias})"] if self.bias else []
         words += ["sinks"] if self.sinks else []
+        words += ["relative_bias"] if self.relative else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -84,8 +86,13 @@ class Workload:
         sizes = zip("BNTS", (self.B, self.N, self.T, self.S), strict=True)
         return tuple(n if c in self.bias else 1 for c, n in sizes) if self.bias else None
 
+    def diagonals(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Which entry of `strip` belongs to each pair: int [T or rows, S]."""
+        rows = np.arange(self.T) if rows is None else rows
+        return np.arange(self.S) - rows[:, None] + self.T - 1
+
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What gets gradients: query, key, value and, where there are any, bias and sinks."""
+        """What gets gradients: query, key, value and, where there are any, bias, strip and sinks."""
         shapes: dict[str, tuple[int, ...]] = {
             "query": (self.B, self.T, self.N, self.H),
             "key": (self.B, self.S, self.K, self.H),
@@ -93,6 +100,8 @@ class Workload:
         }
         if (bias := self.bias_shape()) is not None:
             shapes["bias"] = bias
+        if self.relative:
+            shapes["strip"] = self.N, self.T + self.S - 1
         arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
         return arrays | ({"sinks": jax.ShapeDtypeStruct((self.N,), jnp.dtype(jnp.float32))} if self.sinks else {})
 
@@ -221,6 +230,25 @@ def _operands() -> list[Workload]:
     ]  # fmt: skip
 
 
+def _head_dims() -> list[Workload]:
+    what = "no multiple of 8: beside the multiple of 64 that kernels compute with"
+    sizes = (64, 32), (59, 32), (128, 16), (100, 16)
+    return [self_attention(f"h{H}-4096", B=4, S=4096, N=N, H=H, causal=True, provenance=what) for H, N in sizes]
+
+
+def _relative() -> list[Workload]:
+    base: dict[str, Any] = {"B": 2, "S": 8192, "N": 16, "H": 128}
+    return [
+        self_attention(f"{name}-{mask}-8192", causal=mask == "causal", provenance=what, **options, **base)
+        for mask in ("full", "causal")
+        for name, what, options in (
+            ("none", "no bias: what the others are compared with", {}),
+            ("dense", "bias [1, N, S, S] with its gradient", {"bias": "NTS"}),
+            ("relative", "T5-like: bias of s - t with its gradient", {"relative": True}),
+        )
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -249,4 +277,6 @@ def suites() -> dict[str, Suite]:
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "operands": Suite(tuple(_operands()), both, _WITHOUT, _WITHOUT[1]),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
+        "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

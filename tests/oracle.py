@@ -46,7 +46,7 @@ def attention(inputs: Inputs) -> Truth:
     for step, x, array in reversed(taken):
         by_x, by_array = step.derivatives(x, array, t, s)
         if step.name is not None:
-            reduced = _reduce(d_x * by_array, array.shape)
+            reduced = step.of_view(_reduce(d_x * by_array, array.shape))
             gradients[step.name] = reduced.reshape(inputs.arrays[step.name].shape)
         d_x = d_x * by_x
     d_x = scale * d_x

@@ -50,7 +50,7 @@ FEATURES = {
     "`float16`": _call(dtype=jnp.float16),
     "`float32`": _call(dtype=jnp.float32),
     "head dims that are multiples of 8, up to 256; Hv != H": _call(H=192, Hv=128),
-    "head dim 100": _call(H=100, Hv=100),
+    "other head dims up to 256, here H=59, Hv=100": _call(H=59, Hv=100),
     "head dim 512": _call(H=512, Hv=512),
     "`is_causal`, `masks.Causal`, `masks.Window`": _always(
         mask=masks.Causal(align="bottom_right") & masks.Window(128, 0)
@@ -83,7 +83,7 @@ FEATURES = {
 
 @functools.cache
 def matrix() -> str:
-    """The table, in Markdown, with a note for each reason."""
+    """The table, in Markdown, with a note for each reason and remark."""
     names = [backend.name for backend in choice.backends()]
     rows, notes = [], {}
     note = lambda reason: notes.setdefault(reason, len(notes) + 1)
@@ -95,7 +95,9 @@ def matrix() -> str:
             if support.forward is not None:
                 cells.append(f"no ({note(support.forward)})")
             else:
-                cells.append("yes" if support.backward is None else f"yes; gradients on xla ({note(support.backward)})")
+                remark = f" ({note(support.remark)})" if support.remark else ""
+                other = f"; gradients on xla ({note(support.backward)})" if support.backward else ""
+                cells.append(f"yes{remark}{other}")
         rows.append(f"| {feature} | {' | '.join(cells)} |")
     head = ["| | " + " | ".join(f"`{name}`" for name in names) + " |", "| --- " * (len(names) + 1) + "|"]
     listed = [f"{number}. {reason}" for reason, number in notes.items()]

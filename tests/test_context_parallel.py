@@ -21,7 +21,7 @@ B, T, N, K, H = 4, 32, 8, 2, 8
 PLACEMENTS = ("contiguous", "zigzag")
 TOKENS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1}
 ROWS = {"bias": -2, "mask": -2}  # arrays that a ring shards over their rows, and all-to-all does not
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "sinks")
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "sinks", "strip")
 
 
 def normal(shape, seed=0):
@@ -49,7 +49,7 @@ def padded(a, length):
 
 
 LENGTHS = np.asarray([48, 17, 5, 0], np.int32)
-# name: (arrays, static keywords). `slopes` become an Alibi, a function of positions.
+# name: (arrays, static keywords). `slopes` become an Alibi, a function of positions; `strip` becomes a RelativeBias.
 CASES = {
     "full": (tokens(), {}),
     "causal": ({**tokens(N), "sinks": normal((N,))}, {"is_causal": True}),
@@ -69,6 +69,7 @@ CASES = {
         {**tokens(), "slopes": np.linspace(0.1, 1, N, dtype=np.float32), "bias": normal((1, T), 6)},
         {"is_causal": True},
     ),
+    "relative bias": ({**tokens(), "strip": normal((N, 2 * T - 1))}, {"is_causal": True}),
 }
 
 
@@ -76,6 +77,8 @@ def attend(arrays, attention=pallas_fa.dot_product_attention, implementation="re
     arrays = dict(arrays)
     slopes = arrays.pop("slopes", None)
     score = None if slopes is None else scores.Alibi(slopes)
+    if "strip" in arrays:
+        score = scores.RelativeBias(arrays.pop("strip"))
     return attention(**arrays, **static, score=score, implementation=implementation, return_residual=True)
 
 

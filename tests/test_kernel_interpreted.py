@@ -36,6 +36,11 @@ CASES = {
     "segments": (dataclasses.replace(BASE, mask="segments"), TWO),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), TWO),
     "bias": (dataclasses.replace(BASE, score="bias_shared"), TWO),
+    "relative bias, 3 warpgroups, one past the end": (
+        dataclasses.replace(BASE, T=113, S=70, score="relative_bias"),
+        THREE,
+    ),
+    "relative bias shared, pairs": (dataclasses.replace(BASE, mask="causal", score="relative_bias_shared"), PAIRED),
     "bias of rows, soft cap": (dataclasses.replace(BASE, mask="causal", score="everything"), TWO),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), THREE),
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),

@@ -30,7 +30,7 @@ from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
 
 B, T, S, H = 4, 24, 16, 8
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain", "sinks")
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain", "sinks", "strip")
 AXES = ("data", "model", "rows")
 TOKENS = ("query", "key", "value")
 HEADS = P("data", None, "model")
@@ -81,6 +81,8 @@ def some_pairs(b, n, t, s, rows):
 def attend(a, implementation="xla", **static):
     a = dict(a)
     score = scores.Alibi(a.pop("slopes")) if "slopes" in a else None
+    if "strip" in a:
+        score = scores.RelativeBias(a.pop("strip"))
     if "gain" in a:
         score = scores.Custom(gain, a.pop("gain"))
     if "rows" in a:
@@ -175,6 +177,13 @@ CASES = {
         {"key_value_seq_lengths": np.array([16, 5, 2, 0]), "query_seq_lengths": np.array([24, 3, 0, 9])},
         REPLICATED_KEYS,
         {"local_window_size": (3, 1)},
+    ),
+    "relative bias": Case(
+        P("data", "rows", "model"),
+        {"strip": normal((8, T + S - 1))},
+        {"key": HEADS, "value": HEADS, "strip": P("model")},
+        {"is_causal": True},
+        mesh=(2, 2, 2),
     ),
     "functions of all indices": Case(
         P("data", "rows", "model"),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem
 
 _ROWS = 128
@@ -27,7 +28,7 @@ def attention(plain: Callable[..., Any], problem: Problem, operands: Operands) -
 
     def rows(t0, length):
         cut = lambda x, axis: lax.dynamic_slice_in_dim(x, t0, length, axis)
-        cut_rows = lambda x: cut(x, 2) if x.shape[2] > 1 else x
+        cut_rows = lambda x: x if diagonals.spans(x) or x.shape[2] == 1 else cut(x, 2)
         q, k, v, *bound = operands
         return rematerialised(Operands(cut(q, 1), k, v, *jax.tree.map(cut_rows, bound)), t0)
 

@@ -8,10 +8,14 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 
 class Support(NamedTuple):
-    """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can."""
+    """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can.
+
+    `remark`: what else it does for the problem, in words that follow its name; None for nothing.
+    """
 
     forward: str | None = None
     backward: str | None = None
+    remark: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":

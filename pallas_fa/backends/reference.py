@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_fa.backends.record import NO_TILES, Backend, Support
 from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.softmax import tile
 
@@ -21,6 +22,7 @@ def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[An
     q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
     b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
+    score = diagonals.replace(score, lambda a: diagonals.gathered(a.astype(x.dtype), t + t0, s))
     x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
     return tile.softmax(x, sinks)
 

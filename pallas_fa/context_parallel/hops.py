@@ -24,6 +24,7 @@ from pallas_fa.backends import reference
 from pallas_fa.context_parallel import whole_blocks
 from pallas_fa.context_parallel.ring import Ring, any_allowed, without_sharded_segments
 from pallas_fa.masks.base import all_of
+from pallas_fa.operands import diagonals
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays
@@ -77,8 +78,9 @@ def _block_pairs(ring: Ring, hop: Any, key_ids: Any, score: Any, mask: Any, quer
     device = lax.axis_index(ring.axis_name)
     for a, t in enumerate(ring.starts(device, T)):
         for b, s in enumerate(ring.starts((device - hop) % ring.size, S)):
-            # Arrays have this device's rows, and all columns.
-            array_part, global_part = Part((0, 0, a * T, s), size), Part((0, 0, t, s), size)
+            # Arrays have this device's rows, and all columns; or they span all diagonals.
+            diagonal = diagonals.first(ring.problem.dims.T * ring.size, t, T, s)
+            array_part, global_part = Part((0, 0, a * T, s), size, diagonal), Part((0, 0, t, s), size)
             pair_score, moved_mask = (
                 array_part.cut(tree).moved(global_part) if tree is not None else None for tree in (score, mask)
             )

@@ -93,7 +93,7 @@ def _partitionable(call, *leaves):
         call.partition,
         decode_shardings=False,  # JAX's decoding raises for `SubAxes`
         sharding_rule=call.sharding_rule(constants),
-        need_replication_factors=tuple(UNSHARDED),
+        need_replication_factors=tuple(x for x in UNSHARDED if any(x in letters for letters in call.arguments)),
     )
     return run(constants, *leaves)
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_fa.masks.base import And, Mask, all_of, parts_of
 from pallas_fa.masks.lengths import Lengths, lengths_of
+from pallas_fa.operands import diagonals
 from pallas_fa.operands.intervals import Range
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import Score
@@ -46,9 +47,10 @@ def per_query(x: Any, group: int) -> Any:
     return x.reshape(B, rows // group, K * group, *rest)
 
 
-def has_lengths_by_head(problem: Problem) -> bool:
-    """Whether a padding mask differs between the heads that would share a tile."""
-    return any(x.shape[1] > 1 for x in jax.tree.leaves(lengths_of(problem.mask)))
+def has_rows(problem: Problem) -> bool:
+    """Whether masks and scores have a form by rows: not padding that differs between heads, nor arrays of diagonals."""
+    by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(lengths_of(problem.mask)))
+    return not by_head and not any(map(diagonals.spans, jax.tree.leaves((problem.score, problem.mask))))
 
 
 def ask(question: Callable[[Any, Any], Range], group: int) -> Callable[[Any, Any], Range]:

@@ -21,7 +21,7 @@ from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, pv, qk
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.operands import varying
+from pallas_fa.operands import diagonals, varying
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import sinks, tile
@@ -73,6 +73,7 @@ def _weighted_sums(problem, operands, lse):
     def tile_terms(i, j, operands):
         lse, q, k, v, score = operands
         q, k, v = (jnp.squeeze(x, n).astype(matmul_dtype(problem)) for x, n in ((q, 3), (k, 2), (v, 2)))
+        score = chunks.cut_diagonals(score, queries, i, keys, j)
         x = chunks.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
         p, lse_j = tile.softmax(keys.mask_overlap(x, j))
         w = tile.probabilities(lse_j[..., None], jnp.squeeze(lse, 3))
@@ -108,7 +109,8 @@ def _weighted_sums(problem, operands, lse):
 def _scan(over: Chunks, step: Callable[..., Any], init: Any, operands: Any) -> Any:
     """Scans step(carry, i, operands) over the chunks i of an axis, rematerialised; operands that span it are cut to i."""
     leaves, structure = jax.tree.flatten(operands)
-    stacked = [over.stack(x, over.axis) if x.shape[over.axis] > 1 else None for x in leaves]
+    is_cut = lambda x: not diagonals.spans(x) and x.shape[over.axis] > 1
+    stacked = [over.stack(x, over.axis) if is_cut(x) else None for x in leaves]
 
     def step_on_chunk(carry, inputs):
         i, chunks_i = inputs

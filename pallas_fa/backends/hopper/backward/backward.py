@@ -23,6 +23,7 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
+from pallas_fa.backends.hopper.head_dims import padded_backward
 from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores.base import float_arrays
 
@@ -38,8 +39,8 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
         unordered = plans[0].score_gradients.has_unordered_sums(plans[0].arrays, problem.dims)
         if problem.deterministic_gradients and unordered:
             return (
-                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads"
-                " in no fixed order, so it can't do them with deterministic_gradients=True"
+                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
+                " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
             )
     return _why_not_score(problem)
 
@@ -54,6 +55,7 @@ def _why_not_score(problem):
     return reason and f"the score can't run in the backward kernel: {reason}"
 
 
+@padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
 ) -> tuple[Any, ...]:
@@ -135,8 +137,12 @@ def _dq(plan, sums, claims=None):
 
 def _array_gradient(plan, i, d, x):
     """The gradient of array i, which is `x`, from what the kernel gave: summed over its broadcast dims."""
-    stationary, streamed = plan.visits.stationary, plan.visits.streamed
-    d = d[:, :, :stationary, :streamed] if plan.arrays[i].kind == "tile" else d[:, :, :stationary, None]
-    d = jnp.swapaxes(d, 2, 3) if plan.kind.keys_stationary else d
-    summed = tuple(axis for axis in range(4) if x.shape[axis] == 1 and d.shape[axis] > 1)
+    stationary, streamed, array = plan.visits.stationary, plan.visits.streamed, plan.arrays[i]
+    if array.skewed:
+        d = array.skewed.gradient(d.sum(axis=2) if plan.interpret else d)
+        d = jnp.flip(d, 2) if plan.kind.keys_stationary else d
+    else:
+        d = d[:, :, :stationary, :streamed] if array.kind == "tile" else d[:, :, :stationary, None]
+        d = jnp.swapaxes(d, 2, 3) if plan.kind.keys_stationary else d
+    summed = tuple(axis for axis in range(d.ndim) if x.shape[axis] == 1 and d.shape[axis] > 1)
     return d.sum(axis=summed, keepdims=True).astype(x.dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from pallas_fa.backends.gpu import grouped_rows
+from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper.config import ForwardConfig
@@ -23,19 +24,36 @@ def applies(problem: Problem) -> bool:
 
 
 def group_of(problem: Problem) -> int:
-    """How many query heads share a tile as its rows."""
-    return 1 if grouped_rows.has_lengths_by_head(problem) else problem.group
+    """How many query heads share a tile as its rows: all of a key head, or 1 where an array allows no such rows."""
+    if problem.group == 1 or not grouped_rows.has_rows(problem):
+        return 1
+    rows = grouped_rows.of_problem(problem)
+    arrays = KernelArrays.of(rows.score, rows.mask, rows.dims)
+    return 1 if any(array.why_not() for array in arrays) else problem.group
+
+
+def as_kernel_sees(problem: Problem) -> Problem:
+    """Returns the problem of rows that the kernel solves."""
+    return grouped_rows.of_problem(problem) if group_of(problem) > 1 else problem
 
 
 def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan of the problem of rows, with the tiles that the call names, or with those chosen here."""
     named = problem.config and problem.config.forward
-    rows = grouped_rows.of_problem(problem) if group_of(problem) > 1 else problem
+    rows = as_kernel_sees(problem)
     if named:
         return ForwardPlan(rows, named, interpret)
     plans = [ForwardPlan(rows, tiles, interpret) for tiles in _TILES]
     split = [dataclasses.replace(p, config=dataclasses.replace(p.config, kv_splits=_splits(p, gpu))) for p in plans]
     return first_that_fits([*split, *plans], on_gpu, gpu)
+
+
+def remark(problem: Problem, gpu: Gpu) -> str | None:
+    """Returns how the work is cut, in words; None where it is cut as with many queries."""
+    group, splits = group_of(problem), choose(problem, gpu).config.kv_splits
+    words = [f"the {group} query heads of a key head share a tile"] if group > 1 else []
+    words += [f"the keys are in {splits} parts"] if splits > 1 else []
+    return " and ".join(words) or None
 
 
 def _splits(plan, gpu):

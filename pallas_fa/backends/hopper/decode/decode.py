@@ -12,10 +12,12 @@ from pallas_fa.backends.gpu import grouped_rows, schedule
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.decode.choose import choose, group_of
 from pallas_fa.backends.hopper.forward.forward import run
+from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax.merging import PartialResult, merge
 
 
+@padded_forward
 def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32); arguments as of the forward kernel."""
     sinks, operands = operands.sinks, operands._replace(sinks=None)

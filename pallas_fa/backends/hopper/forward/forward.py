@@ -25,9 +25,11 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
+from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.problem import Operands, Problem
 
 
+@padded_forward
 def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
 

@@ -50,7 +50,7 @@ class ForwardPlan:
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; rows have one value per key."""
-        return KernelArrays.of(self.problem.score, self.problem.mask)
+        return KernelArrays.of(self.problem.score, self.problem.mask, self.problem.dims)
 
     @property
     def visit_table(self) -> bool:
