@@ -161,6 +161,26 @@ def _nothing(case, rng):
     return MaskCase({"mask": array}, lambda t, s: array)
 
 
+def _window_arrays(case, rng):
+    """Sides that arrays give, in part negative: away from the query, and empty windows."""
+    left = np.asarray(rng.integers(-10, 60, case.batch), np.int32)
+    right = np.asarray(rng.integers(-10, 30, (*case.batch, case.N, 1, 1)), np.int32)
+    return MaskCase({"local_window_size": (left, right)}, lambda t, s: (t - _inner(left) <= s) & (s <= t + right))
+
+
+def _window_array_causal(case, rng):
+    """As under a scan over layers: one traced size, beside what is static."""
+    keywords = {"local_window_size": (np.asarray(rng.integers(0, 60), np.int16), 5), "is_causal": True}
+    return MaskCase(keywords, lambda t, s: (t - keywords["local_window_size"][0] <= s) & (s <= t))
+
+
+def _window_bottom_right(case, rng):
+    kv = _some_lengths(case, rng, case.S)
+    keywords = {"mask": masks.Window(20, 5, 3, "bottom_right"), "key_value_seq_lengths": kv}
+    distance = lambda t, s: s - t - 3 - (_inner(kv) - case.T)
+    return MaskCase(keywords, lambda t, s: (-20 <= distance(t, s)) & (distance(t, s) <= 5) & (s < _inner(kv)))
+
+
 MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "full": _full,
     "causal": _causal,
@@ -189,4 +209,7 @@ MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "prefix": _prefix,
     "dilated": _dilated,
     "nothing": _nothing,
+    "window_arrays": _window_arrays,
+    "window_array_causal": _window_array_causal,
+    "window_bottom_right": _window_bottom_right,
 }
