@@ -181,6 +181,36 @@ def _window_bottom_right(case, rng):
     return MaskCase(keywords, lambda t, s: (-20 <= distance(t, s)) & (distance(t, s) <= 5) & (s < _inner(kv)))
 
 
+def _key_intervals(case, rng):
+    """In no order, some of them empty, one from end to start."""
+    starts, ends = (np.asarray(rng.integers(-9, case.S + 9, (*case.batch, case.T)), np.int32) for _ in range(2))
+    mask = masks.KeyIntervals(starts, ends)
+    return MaskCase({"mask": mask}, lambda t, s: (starts[..., None, :, None] <= s) & (s < ends[..., None, :, None]))
+
+
+def cu_seqlens(rng, shape, size, documents=5):
+    """Cumulative lengths of documents that end before `size`, one of them empty."""
+    inner = np.sort(rng.integers(0, size, (*shape, documents - 1)), axis=-1)
+    zero = np.zeros((*shape, 1), int)
+    return np.concatenate([zero, zero, inner + (size > 20)], axis=-1).astype(np.int32)
+
+
+def _documents_causal(case, rng):
+    """As flash-attn's varlen functions: causal and a window, each aligned at the ends of a document."""
+    cu_q, cu_k = (cu_seqlens(rng, case.batch, size) for size in (case.T, case.S))
+    mask = masks.from_cu_seqlens(cu_q, cu_k, T=case.T, is_causal=True, window=(40, None))
+
+    def allowed(t, s):
+        found = np.zeros((*case.batch, 1, case.T, case.S), bool)
+        for i in np.ndindex(case.batch):
+            for q0, q1, k0, k1 in zip(cu_q[i], cu_q[i][1:], cu_k[i], cu_k[i][1:], strict=False):
+                before_end = (s - k1) - (t - q1)
+                found[i] |= (q0 <= t) & (t < q1) & (k0 <= s) & (s < k1) & (before_end <= 0) & (before_end >= -40)
+        return found
+
+    return MaskCase({"mask": mask}, allowed)
+
+
 MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "full": _full,
     "causal": _causal,
@@ -212,4 +242,6 @@ MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "window_arrays": _window_arrays,
     "window_array_causal": _window_array_causal,
     "window_bottom_right": _window_bottom_right,
+    "key_intervals": _key_intervals,
+    "documents": _documents_causal,
 }

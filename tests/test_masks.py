@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.masks import Causal, Custom, Dense, Lengths, Mask, Segments, Window
+from pallas_fa.masks import Causal, Custom, Dense, KeyIntervals, Lengths, Mask, Segments, Window
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands.intervals import UNBOUNDED
 from pallas_fa.operands.part import Part
@@ -92,7 +92,9 @@ def _integers(shape, low, high, ordered=False):
 
 @st.composite
 def array_masks(draw, T, S):
-    kind = draw(st.sampled_from(("offset", "window", "segments", "lengths", "head_lengths", "dense", "custom")))
+    kind = draw(
+        st.sampled_from(("offset", "window", "key_intervals", "segments", "lengths", "head_lengths", "dense", "custom"))
+    )
     if kind == "window":
         sides = st.none() | st.integers(0, max(T, S))
         sides |= st.sampled_from(((), (B,), (B, N, 1, 1))).flatmap(lambda shape: _integers(shape, -3, max(T, S)))
@@ -102,6 +104,10 @@ def array_masks(draw, T, S):
         if draw(st.booleans()):
             return Window(draw(sides), draw(sides), offset)
         return Causal(draw(st.sampled_from(("top_left", "bottom_right"))), offset)
+    if kind == "key_intervals":
+        shape = draw(st.sampled_from(((T,), (B, T), (B, N, T, 1), (B, 1, 1, 1))))
+        starts = draw(_integers(shape, -1, S + 1))
+        return KeyIntervals(starts, starts + draw(_integers(shape, -2, S)))
     if kind == "segments":
         ordered, batch = draw(st.booleans()), draw(st.sampled_from(((B,), ())))
         return Segments(*(draw(_integers((*batch, size), 0, 3, ordered)) for size in (T, S)))

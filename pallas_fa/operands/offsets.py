@@ -58,11 +58,14 @@ def per_sequence(name: str, x: Any, dims: Dims) -> Any:
             f"{name}.shape={x.shape} varies over positions. Give one value per batch entry, [*B], or one per batch entry"
             " and head, [*B, N, 1, 1]."
         )
-    return _as_int32(x)
+    return as_int32(x)
 
 
-def _as_int32(x):
-    """Converts saturating. It is not left to jnp.clip, which wraps bounds around that the dtype of `x` can't hold."""
+def as_int32(x: Any) -> Any:
+    """Converts an int array to int32, saturating.
+
+    This is not left to jnp.clip, which wraps bounds around that the dtype of `x` can't hold.
+    """
     info = jnp.iinfo(x.dtype)
     if info.bits >= 32:
         x = array_module(x).clip(x, max(info.min, -(2**31)), 2**31 - 1)
