@@ -2,8 +2,9 @@
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
-bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
-Our own `+deterministic` has gradients that are bitwise equal from run to run.
+bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
+`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it. Our own `+deterministic` has
+gradients that are bitwise equal from run to run.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ BACKENDS = {
     "jax.nn": ("None", "cudnn", "xla"),
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
 }
-MASK_FORMS = ("dense", "bias")
+MASK_FORMS = ("dense", "bias", "intervals")
+OWN_FORMS = ("intervals", "deterministic")
 FORMS = ("", *MASK_FORMS, "deterministic")
 
 
@@ -43,9 +45,15 @@ class Implementation:
         masked = workload.causal or bool(workload.window or workload.documents)
         return masked or self.form not in MASK_FORMS
 
-    def masks(self, workload: Workload) -> dict[str, jax.Array]:
-        """The mask arrays that this implementation takes; they get no gradients."""
+    def masks(self, workload: Workload) -> dict[str, Any]:
+        """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
+        if self.form == "intervals":
+            from pallas_fa.masks import KeyIntervals
+
+            return {
+                "mask": KeyIntervals(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (w.B, w.T)) for x in w.bounds()))
+            }
         if self.form in MASK_FORMS:
             mask = w.dense()
             return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}
@@ -85,11 +93,11 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    known = library in BACKENDS and form in FORMS and (form != "deterministic" or library == "pallas_fa")
+    known = library in BACKENDS and form in FORMS and (form not in OWN_FORMS or library == "pallas_fa")
     if not known or not backend:
         raise ValueError(
             f"{name!r} is not library:backend[+form] with a library of {', '.join(BACKENDS)} and a form of"
-            f" {', '.join(FORMS[1:])}, the last for pallas_fa alone. Write, for example, pallas_fa:xla or"
+            f" {', '.join(FORMS[1:])}, the last two for pallas_fa alone. Write, for example, pallas_fa:xla or"
             " jax.nn:cudnn+dense."
         )
     if library == "pallas_fa":

@@ -207,6 +207,15 @@ def _alphafold() -> list[Workload]:
     return [self_attention("alphafold-768", B=64, S=768, N=4, H=64, bias="NTS", padding=0.25, provenance=what)]
 
 
+def _documents() -> list[Workload]:
+    base: dict[str, Any] = {"B": 1, "S": 16384, "N": 16, "H": 128, "documents": 128}
+    what = "many short documents in one row, as flash-attn's varlen functions take them"
+    return [
+        self_attention("documents-128-full", provenance=what, **base),
+        self_attention("documents-128-causal", causal=True, provenance=what, **base),
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -232,5 +241,11 @@ def suites() -> dict[str, Suite]:
         "hopper-backward": Suite(tuple(_hopper_table()), ("backward",), _GPU, "jax.nn:cudnn"),
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-documents": Suite(
+            tuple(_documents()),
+            ("forward", "backward"),
+            (*_GPU_MASKS, "pallas_fa:mosaic_gpu+intervals"),
+            "jax.nn:cudnn+dense",
+        ),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
     }
