@@ -2,9 +2,10 @@
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
-bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
-Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks: it is
-what the call with them is compared with.
+bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
+`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it. Our own `+deterministic` has
+gradients that are bitwise equal from run to run, and `+without` leaves out the sinks: it is what the call with them is
+compared with.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ BACKENDS = {
     "jax.nn": ("None", "cudnn", "xla"),
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
 }
-MASK_FORMS = ("dense", "bias")
-OWN_FORMS = ("deterministic", "without")
-FORMS = ("", *MASK_FORMS, *OWN_FORMS)
+MASK_FORMS = ("dense", "bias", "intervals")
+OWN_FORMS = ("intervals", "deterministic", "without")
+FORMS = ("", *MASK_FORMS, "deterministic", "without")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,15 @@ class Implementation:
         masked = workload.causal or bool(workload.window or workload.documents)
         return masked or self.form not in MASK_FORMS
 
-    def masks(self, workload: Workload) -> dict[str, jax.Array]:
-        """The mask arrays that this implementation takes; they get no gradients."""
+    def masks(self, workload: Workload) -> dict[str, Any]:
+        """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
+        if self.form == "intervals":
+            from pallas_fa.masks import KeyIntervals
+
+            return {
+                "mask": KeyIntervals(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (w.B, w.T)) for x in w.bounds()))
+            }
         if self.form in MASK_FORMS:
             mask = w.dense()
             return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}

@@ -249,6 +249,15 @@ def _relative() -> list[Workload]:
     ]
 
 
+def _documents() -> list[Workload]:
+    base: dict[str, Any] = {"B": 1, "S": 16384, "N": 16, "H": 128, "documents": 128}
+    what = "many short documents in one row, as flash-attn's varlen functions take them"
+    return [
+        self_attention("documents-128-full", provenance=what, **base),
+        self_attention("documents-128-causal", causal=True, provenance=what, **base),
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -276,6 +285,12 @@ def suites() -> dict[str, Suite]:
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "operands": Suite(tuple(_operands()), both, _WITHOUT, _WITHOUT[1]),
+        "hopper-documents": Suite(
+            tuple(_documents()),
+            ("forward", "backward"),
+            (*_GPU_MASKS, "pallas_fa:mosaic_gpu+intervals"),
+            "jax.nn:cudnn+dense",
+        ),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
         "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),

@@ -79,7 +79,8 @@ def dot_product_attention(
       key_value_seq_lengths: int [*B]; keys and values at and past it are padding. Padding may hold NaN or Inf; it
         changes nothing else, and its gradients are 0.
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right only; None is
-        no bound on that side.
+        no bound on that side. Each may be an int array, traced as under a scan over layers: a scalar, [*B], or
+        [*B, N, 1, 1] for a window per head.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
       query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
       key_value_segment_ids: int [*B, S].

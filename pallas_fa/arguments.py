@@ -14,8 +14,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa import masks, scores
+from pallas_fa.masks.band import check_side
+from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
+from pallas_fa.operands.pytree import is_array, is_static_number
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
 
@@ -27,7 +29,7 @@ class Arguments(TypedDict, total=False):
     is_causal: bool
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int | None, int | None] | None
+    local_window_size: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
     logits_soft_cap: float | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
@@ -216,19 +218,24 @@ def mask(mask: Any) -> masks.Mask | None:
     return masks.Dense(x)
 
 
-def window_mask(window: Any) -> masks.Window | None:
+def window_mask(dims: Dims, window: Any) -> masks.Window | None:
     """`local_window_size`, checked."""
     if window is None:
         return None
-    pair = (window, window) if is_static_number(window) else window
+    if is_array(window) and window.shape == (2,):
+        window = tuple(window)  # as in jax.nn, which unpacks it
+    scalar = is_static_number(window) or (is_array(window) and not window.shape)
+    pair = (window, window) if scalar else window
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"local_window_size={window!r} must be an int, or a pair (left, right) of ints or None.")
-    for side in pair:
-        if side is not None and not is_static_int(side):
-            raise TypeError(f"local_window_size={window!r} must hold ints (or None: no bound), got {side!r}.")
-        if side is not None and side < 0:
-            raise ValueError(f"local_window_size={window!r} must not be negative: 0 keeps the query's own position.")
-    return masks.Window(*pair)
+        raise TypeError(
+            f"local_window_size={window!r} must be an int or an int scalar array, or a pair (left, right) of ints, int"
+            " arrays ([], [*B] or [*B, N, 1, 1]) or None."
+        )
+    sides = [check_side(f"local_window_size[{i}]", side) for i, side in enumerate(pair)]
+    for i, side in enumerate(sides):
+        if is_array(side):
+            offsets.per_sequence(f"local_window_size[{i}]", side, dims)  # an error here names the argument
+    return masks.Window(*sides)
 
 
 def segment_mask(dims: Dims, query_ids: Any, key_ids: Any) -> masks.Segments | None:

@@ -16,7 +16,7 @@ from pallas_fa import arguments as checks
 from pallas_fa import masks, scores
 from pallas_fa.arguments import Arguments
 from pallas_fa.masks.base import all_of
-from pallas_fa.masks.lengths import bind
+from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
 from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 
@@ -129,7 +129,7 @@ def normalise(
     found = [
         checks.lengths_mask(dims, given["query_seq_lengths"], given["key_value_seq_lengths"]),
         masks.Causal() if given["is_causal"] else None,
-        checks.window_mask(given["local_window_size"]),
+        checks.window_mask(whole(dims), given["local_window_size"]),
         checks.segment_mask(dims, given["query_segment_ids"], given["key_value_segment_ids"]),
         checks.mask(mask),
     ]
@@ -139,7 +139,7 @@ def normalise(
     found = [scale_score, checks.bias(bias), checks.soft_cap(given["logits_soft_cap"]), checks.score(given["score"])]
     bound_score = chain([x for x in found if x is not None])
     if bound_score is not None:
-        bound_score = bound_score.bind(whole(dims))
+        bound_score = bound_score.bind(whole(dims), lengths_of(bound_mask))
 
     if len(dims.batch) != 1:
         q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))

@@ -55,6 +55,10 @@ FEATURES = {
     "`is_causal`, `masks.Causal`, `masks.Window`": _always(
         mask=masks.Causal(align="bottom_right") & masks.Window(128, 0)
     ),
+    "a window per head, in an int array": _call(((B, N, 1, 1), _INT), keywords=lambda x: {"local_window_size": (x, 0)}),
+    "`masks.from_cu_seqlens`, `masks.KeyIntervals`": _call(
+        ((9,), _INT), keywords=lambda cu: {"mask": masks.from_cu_seqlens(cu, T=T, is_causal=True)}
+    ),
     "sequence lengths": _call(((B,), _INT), keywords=lambda n: {"key_value_seq_lengths": n, "query_seq_lengths": n}),
     "segment ids": _call(
         *((shape, _INT) for shape in IDS),

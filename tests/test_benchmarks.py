@@ -44,7 +44,15 @@ def test_pairs_are_those_of_the_mask(workload):
 
 
 @pytest.mark.parametrize(
-    "name", ["pallas_fa:xla", "pallas_fa:xla+dense", "jax.nn:xla", "jax.nn:xla+dense", "jax.nn:xla+bias"]
+    "name",
+    [
+        "pallas_fa:xla",
+        "pallas_fa:xla+dense",
+        "pallas_fa:xla+intervals",
+        "jax.nn:xla",
+        "jax.nn:xla+dense",
+        "jax.nn:xla+bias",
+    ],
 )
 @_by_name
 def test_every_form_agrees_with_truth(workload, name):

@@ -54,6 +54,13 @@ CASES = {
     "full": (tokens(), {}),
     "causal": ({**tokens(N), "sinks": normal((N,))}, {"is_causal": True}),
     "causal window": (tokens(), {"is_causal": True, "local_window_size": (6, 0)}),
+    "windows by head": (
+        {
+            **tokens(),
+            "local_window_size": (np.arange(N, dtype=np.int32).reshape(1, N, 1, 1) * 3 - 2, np.int32(4)[None]),
+        },
+        {},
+    ),
     "segments": ({**tokens(), **segment_ids(), "scale": np.asarray(0.3, np.float32)}, {"logits_soft_cap": 2.0}),
     "lengths": (
         {

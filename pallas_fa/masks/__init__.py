@@ -7,7 +7,21 @@ from pallas_fa.masks.base import Mask as Mask
 from pallas_fa.masks.base import Or as Or
 from pallas_fa.masks.custom import Custom as Custom
 from pallas_fa.masks.dense import Dense as Dense
+from pallas_fa.masks.documents import from_cu_seqlens as from_cu_seqlens
+from pallas_fa.masks.key_intervals import KeyIntervals as KeyIntervals
 from pallas_fa.masks.lengths import Lengths as Lengths
 from pallas_fa.masks.segments import Segments as Segments
 
-__all__ = ["And", "Causal", "Custom", "Dense", "Lengths", "Mask", "Or", "Segments", "Window"]
+__all__ = [
+    "And",
+    "Causal",
+    "Custom",
+    "Dense",
+    "KeyIntervals",
+    "Lengths",
+    "Mask",
+    "Or",
+    "Segments",
+    "Window",
+    "from_cu_seqlens",
+]

@@ -32,8 +32,13 @@ class Score(Node):
         """
         raise NotImplementedError
 
-    def bind(self, dims: Dims) -> "Score":
-        """Returns this score bound to one call: arrays checked and shaped [B|1, N|1, T|1, S|1]."""
+    def bind(self, dims: Dims, lengths: Any) -> "Score":
+        """Returns this score bound to one call: arrays checked and shaped [B|1, N|1, T|1, S|1], alignment resolved.
+
+        Args:
+          dims: the sizes of the call.
+          lengths: the sequence lengths of the call, with `q_lengths` and `kv_lengths` int32 [B|1, N|1, 1, 1] or None.
+        """
         return self
 
     def moved(self, part: Part) -> "Score":
@@ -64,8 +69,8 @@ class Chain(Score):
 
     parts: tuple[Score, ...]
 
-    def bind(self, dims: Dims) -> "Chain":
-        return Chain(tuple(part.bind(dims) for part in self.parts))
+    def bind(self, dims: Dims, lengths: Any) -> "Chain":
+        return Chain(tuple(part.bind(dims, lengths) for part in self.parts))
 
     def moved(self, part: Part) -> "Chain":
         return Chain(tuple(each.moved(part) for each in self.parts))

@@ -29,7 +29,7 @@ class RelativeBias(Score):
         if not callable(self.strip):
             object.__setattr__(self, "strip", float_array("strip", self.strip))
 
-    def bind(self, dims: Dims) -> "RelativeBias":
+    def bind(self, dims: Dims, lengths: Any) -> "RelativeBias":
         strip = self.strip
         if callable(strip):
             strip = float_array("strip(offsets)", strip(jnp.arange(1 - dims.T, dims.S, dtype=jnp.int32)))
