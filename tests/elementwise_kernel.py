@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.launch import launch
 
 SHAPE = 64, 64
@@ -28,7 +29,7 @@ def lower(*functions: Callable[..., Any]) -> None:
     """
 
     def body(out_gmem, smem):
-        start = lax.axis_index("block")
+        start = lax.axis_index(AXIS)
 
         def value(kind, dtype, seed=0):
             if kind == "scalar":
@@ -51,7 +52,7 @@ def lower(*functions: Callable[..., Any]) -> None:
 
     out = (jax.ShapeDtypeStruct((1,), jnp.float32),)
     scratch = {"smem": plgpu.SMEM(SHAPE, jnp.float32)}
-    kernel = lambda: launch(body, out_type=out, blocks=2, warpgroups=1, scratch=scratch)
+    kernel = lambda: launch(body, out_type=out, ctas=2, warpgroups=1, scratch=scratch)
     jax.jit(kernel).trace().lower(lowering_platforms=("cuda",))
 
 
@@ -60,7 +61,7 @@ def run(fn: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
 
     def body(*refs, smem, out_smem, ready):
         *inputs, out = refs
-        rows = pl.ds(lax.axis_index("block") * SHAPE[0], SHAPE[0])
+        rows = pl.ds(lax.axis_index(AXIS) * SHAPE[0], SHAPE[0])
         for x_gmem, x_smem in zip(inputs, smem, strict=True):
             plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, ready)
         plgpu.barrier_wait(ready)
@@ -77,5 +78,5 @@ def run(fn: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
         "ready": plgpu.Barrier(num_arrivals=len(arrays)),
     }
     out = (jax.ShapeDtypeStruct(arrays[0].shape, dtype),)
-    blocks = arrays[0].shape[0] // SHAPE[0]
-    return launch(body, *arrays, out_type=out, blocks=blocks, warpgroups=1, scratch=scratch)[0]
+    ctas = arrays[0].shape[0] // SHAPE[0]
+    return launch(body, *arrays, out_type=out, ctas=ctas, warpgroups=1, scratch=scratch)[0]

@@ -145,12 +145,12 @@ def test_rewritten_operations_lower(name):
     """With their derivatives."""
 
     def inlined(fn):
-        return lambda *args: elementwise.inline(fn, *args)
+        return lambda tile, *args: elementwise.inline(lambda _, *args: fn(*args), tile, *args)
 
     functions = []
     for dtypes in dtypes_of_operands(name, ("float32", "int32", "bool")):
-        shapes = (SHAPES.get(name) or SHAPES[arity(name)])[1]
-        functions.append(applied(inlined(function(name)), dtypes, ["column" if x else "scalar" for x in shapes]))
+        kinds = ["column" if x else "scalar" for x in (SHAPES.get(name) or SHAPES[arity(name)])[1]]
+        functions.append(applied(inlined(function(name)), ("int32", *dtypes), ("tile", *kinds)))
         if dtypes[-1] == "float32":
-            functions.append(applied(inlined(gradient(name)), dtypes, ("tile",) * len(dtypes)))
+            functions.append(applied(inlined(gradient(name)), ("int32", *dtypes), ("tile",) * (1 + len(dtypes))))
     lower(*functions)

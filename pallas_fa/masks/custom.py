@@ -57,7 +57,9 @@ class Custom(Mask):
         return Custom(AtGlobalIndices(self.fn, 0), *part.origin, *self.arrays, ranges=ranges)
 
     def allowed(self, b, n, t, s):
-        return self.fn(b, n, t, s, *map(elementwise.as_argument, self.arrays))
+        # As kernels have them; scores convert theirs to the dtype of the logit.
+        is_half = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return self.fn(b, n, t, s, *(x.astype(jnp.float32) if is_half(x) else x for x in self.arrays))
 
     def kv_range(self, t_lo, t_hi):
         return EVERYTHING if self.ranges is None else self.ranges.kv_range(t_lo, t_hi)

@@ -182,7 +182,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "min": _min,
     "not": _not,
     "one_minus_square": lambda x: 1 - x * x,
-    "pow": floats.pow,
+    "pow": lambda x, y: floats.pow(x, y.astype(jnp.float32)),
     "rem": _rem,
     "select_n": _select_n,
     "shift_left": functools.partial(_shift, lax.shift_left),
