@@ -115,7 +115,7 @@ class _Evaluator:
         if name == "cond":
             which, *operands = inputs
             branches = [[x for x, _ in self.run(branch, operands)] for branch in eqn.params["branches"]]
-            return [self._call(lax.select_n, which, *cases) for cases in zip(*branches, strict=True)]
+            return [self._call(operations.REWRITES["select_n"], which, *cases) for cases in zip(*branches, strict=True)]
         if name == "stack" and eqn.params["axis"] == 0:
             return [_Stack(inputs)]
         if any(isinstance(x, _Stack) for x in inputs):
@@ -124,11 +124,14 @@ class _Evaluator:
 
     def _operation(self, eqn, inputs, within):
         name, params = eqn.primitive.name, eqn.params
-        if any(x.dtype.name in _WIDE for x in inputs) and name not in ("convert_element_type", *operations.NOT_WIDENED):
+        narrow = {x.dtype.name for x in inputs} & set(operations.NARROW)
+        if narrow and name != "convert_element_type" and narrow.isdisjoint(operations.NOT_WIDENED.get(name, ())):
             wide = [x.astype(_WIDE.get(x.dtype.name, x.dtype)) for x in inputs]
             result = self._call(functools.partial(eqn.primitive.bind, **params), *wide)
             dtype = eqn.outvars[0].aval.dtype
             return result if dtype == jnp.bool_ else self._call(lambda x: x.astype(dtype), result)
+        if name == "pow" and isinstance(inputs[0], np.generic) and inputs[0] == 2:
+            return self._call(lambda y: lax.exp2(y.astype(jnp.float32)), inputs[1])  # at a fraction of the operations
         if name in operations.REWRITES and name != within and not operations.is_safe(name, inputs):
             chosen = {key: params[key] for key in operations.PARAMETERS.get(name, ())}
             rewrite = operations.REWRITES[name]

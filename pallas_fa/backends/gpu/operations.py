@@ -41,11 +41,18 @@ BROADCAST = _ALL  # scalars to tiles
 NARROW = ("int8", "int16", "uint8", "uint16", "float16", "bfloat16")
 # (from, to), on tiles and scalars alike.
 CONVERSIONS = frozenset((x, y) for x in (*_ALL, *NARROW) for y in (*_NUMBERS, *NARROW) if x != y)
-NOT_WIDENED = ("bitcast_convert_type", "clz", "shift_right_logical")  # of 8 and 16 bits: they see the width
+_SIGNED, _UNSIGNED = ("int8", "int16"), ("uint8", "uint16")
+# Functions of 8 and 16 bits that are others in 32 bits.
+NOT_WIDENED = {
+    **dict.fromkeys(("bitcast_convert_type", "clz"), NARROW),
+    "shift_right_arithmetic": _UNSIGNED,
+    "shift_right_logical": _SIGNED,
+}
 # Of operands that are all known.
 OF_NUMBERS = {
     "and": np.bitwise_and,
     "eq": np.equal,
+    "log": np.log,
     "lt": np.less,
     "ne": np.not_equal,
     "or": np.bitwise_or,
