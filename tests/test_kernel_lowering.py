@@ -163,8 +163,9 @@ def test_the_operations_said_to_lower_do():
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"score": scores.Custom(lambda x, b, n, t, s: jnp.floor(x))}, "floor"),
-        ({"mask": masks.Custom(lambda b, n, t, s: jnp.isfinite(t * 1.0))}, "is_finite"),
+        ({"score": scores.Custom(lambda x, b, n, t, s: jax.lax.lgamma(x))}, "lgamma"),
+        ({"mask": masks.Custom(lambda b, n, t, s: jnp.cbrt(t) > 2)}, "cbrt"),
+        ({"score": scores.Custom(lambda x, b, n, t, s: jax.lax.fori_loop(0, 3, lambda i, y: y * x, x))}, "scan"),
         ({"config": 3}, "config.Config"),
     ],
 )

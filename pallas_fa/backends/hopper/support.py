@@ -78,7 +78,8 @@ def _functions_reason(problem):
 
     def slices(tree):
         shape = lambda a: (64, 64) if diagonals.spans(a) or a.shape[2] > 1 or a.shape[3] > 1 else ()
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype), tree)
+        dtype = lambda a: jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), dtype(a)), tree)
 
     for name, tree in (("mask", problem.mask), ("score", problem.score)):
         if reason := closure.why_not_in_kernels(jax.tree.leaves(tree)):

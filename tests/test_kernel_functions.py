@@ -1,0 +1,96 @@
+"""`Custom` masks and scores as users write them: the default runs them in kernels, and these lower for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallas_fa
+from pallas_fa import masks, scores
+from tests.lowering import kernels
+
+B, T, S, N, H = 2, 200, 300, 4, 64
+RNG = np.random.default_rng(1)
+ARRAYS = {
+    "local heads": np.array([True, False, True, False]).reshape(N, 1, 1),
+    "long entries": np.array([True, False]).reshape(B, 1, 1, 1),
+    "cap": np.float32(1.5),
+    "gain": RNG.uniform(0.5, 2, (N, 1, 1)).astype(np.float32),
+    "rows": RNG.uniform(0.5, 2, (B, 1, T, 1)).astype(np.float32),
+    "columns": RNG.uniform(0.5, 2, (S,)).astype(np.float32),
+    "bytes": RNG.integers(-2, 3, (N, T, S)).astype(np.int8),
+}
+
+
+def _mask(fn, *names):
+    return lambda arrays: {"mask": masks.Custom(fn, *(arrays[name] for name in names))}
+
+
+def _score(fn, *names):
+    return lambda arrays: {"score": scores.Custom(fn, *(arrays[name] for name in names))}
+
+
+def _by_head(b, n, t, s, local, long):
+    near = abs(t - s) < 64
+    return jnp.where(local, near, t >= s) & jnp.where(long, True, s < 150) & jnp.where(n < 2, near, ~(t < s))
+
+
+def _score_by_head(x, b, n, t, s, local, gain, rows):
+    y = jnp.where(local, x, x * gain) + jnp.where(n % 2 == 0, x, 0.5 * x)
+    return jnp.where(jnp.logical_not(b == 0), y, y * rows)
+
+
+def _divisions(x, b, n, t, s, cap, gain, rows, columns):
+    y = cap * jnp.tanh(x / cap) + x / (1 + abs(x)) + x / gain
+    return y / (1 + x * x) + rows / (2 + columns * x**2) + (1 + x * x) ** -2
+
+
+def _remainders(x, b, n, t, s, rows):
+    return x * 0.1 + x % 1.5 + (x // rows) * 0.2 + lax.select_n(jnp.broadcast_to((t - s) % 3, x.shape), x, 2 * x, 3 * x)
+
+
+def _powers(x, b, n, t, s, gain, rows):
+    return (1 + abs(x)) ** gain - 2.0 ** -(n + 1) * abs(t - s) * 0.01 + (2 + x * x) ** -0.5 + 2.0**-rows
+
+
+def _smooth(x, b, n, t, s, gain):
+    y = jax.nn.softplus(x) + jax.nn.elu(x) + jax.nn.gelu(x * gain, approximate=False) + jnp.log1p(x * x)
+    y = y + jnp.expm1(-abs(x)) + jnp.log2(2 + abs(x)) + jnp.exp2(-abs(x)) + lax.erf(x)
+    return y + jnp.floor(x) * 0.1 + jnp.ceil(gain * x) * 0.1 + jnp.where(jnp.isfinite(x), jnp.clip(x, -1, gain), 0)
+
+
+def _selections(x, b, n, t, s, flags):
+    y = jnp.select([t > s, x < 0, n == 1], [x, 0.5 * x, x * x * 0.1], -x) + flags.astype(jnp.float32) * 0.3
+    y = y + (flags * flags > 1) * 0.2
+    return y + x.astype(jnp.bfloat16).astype(jnp.float32) + jnp.bool_(flags) * x + (t - s).astype(jnp.float32) * 1e-3
+
+
+# A call of each kind that once crashed while it was lowered, and of the operations that are rewritten.
+CALLS = {
+    "not": _mask(lambda b, n, t, s: ~(t < s) & jnp.logical_not(abs(t - s) > 90)),
+    "mask by head": _mask(_by_head, "local heads", "long entries"),
+    "score by head": _score(_score_by_head, "local heads", "gain", "rows"),
+    "divisions": _score(_divisions, "cap", "gain", "rows", "columns"),
+    "remainders": _score(_remainders, "rows"),
+    "powers": _score(_powers, "gain", "rows"),
+    "smooth": _score(_smooth, "gain"),
+    "selections": _score(_selections, "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_default_lowers_to_kernels(name):
+    """Forward and backward, as `explain` says."""
+    x, y = (jax.ShapeDtypeStruct((B, n, N, H), jnp.bfloat16) for n in (T, S))
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARRAYS)
+    told = pallas_fa.explain(x, y, y, **CALLS[name](arrays))
+    assert "mosaic_gpu: runs this call" in told and "xla computes its gradients" not in told, told
+
+    def gradients(q, k, v, arrays):
+        def loss(q, k, v, arrays):
+            return pallas_fa.dot_product_attention(q, k, v, **CALLS[name](arrays)).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3), allow_int=True)(q, k, v, arrays)
+
+    assert kernels(gradients, x, y, y, arrays) >= 2  # gradients of arrays may take a pass of their own
