@@ -90,6 +90,32 @@ def test_keys_are_split_until_the_gpu_is_full():
     assert splits(1, 64) == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_compiled_kernel_is_accurate(name, H):
+    """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
+    T, keywords = CALLS[name]
+    q, k, v = inputs(T, H=H)
+
+    def call(implementation, dtype):
+        arrays = (x.astype(dtype) for x in (q, k, v))
+        fn = jax.jit(
+            lambda *x: dot_product_attention(*x, implementation=implementation, return_residual=True, **keywords)
+        )
+        return [np.asarray(x, np.float64) for x in fn(*arrays)]
+
+    keywords = {name: x for name, x in keywords.items() if name != "config"}
+    truth, xla = call("reference", jnp.float32), call("xla", jnp.bfloat16)
+    ours, again = call("mosaic_gpu", jnp.bfloat16), call("mosaic_gpu", jnp.bfloat16)
+    for want, theirs, got, same in zip(truth, xla, ours, again, strict=True):
+        np.testing.assert_array_equal(got, same)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        finite = np.isfinite(want)
+        bound = 2 * abs(theirs - want)[finite].max() + 2.0**-8 * abs(want)[finite].max()
+        assert abs(got - want)[finite].max() <= bound
+
+
 @pytest.mark.parametrize("T", [1, 16])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lowers(T, H):

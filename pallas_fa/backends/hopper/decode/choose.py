@@ -12,6 +12,7 @@ from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.problem import Problem
 
 MOST_QUERIES = 16
+# Evidence: decode/kv-splits.
 _TILES = ForwardConfig(1, 64, stages=3, pin_softmax=False), ForwardConfig(1, 64, pin_softmax=False)
 _MOST_SPLITS = 64
 # In key blocks: what a CTA takes beside its steps, and what one more part takes to merge.
