@@ -1,5 +1,7 @@
 """`Custom` masks and scores as users write them: the default runs them in kernels, and these lower for CUDA."""
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,9 @@ from jax import lax
 
 import pallas_fa
 from pallas_fa import masks, scores
+from pallas_fa.backends.gpu import elementwise
+from tests import test_custom_functions as functions
+from tests.elementwise_kernel import lower
 from tests.lowering import kernels
 
 B, T, S, N, H = 2, 200, 300, 4, 64
@@ -94,3 +99,77 @@ def test_the_default_lowers_to_kernels(name):
         return jax.grad(loss, (0, 1, 2, 3), allow_int=True)(q, k, v, arrays)
 
     assert kernels(gradients, x, y, y, arrays) >= 2  # gradients of arrays may take a pass of their own
+
+
+# ---- any function ---------------------------------------------------------------------------------------------------
+
+NO_KERNEL = ("cbrt", "lgamma")
+# No powers and remainders, which are long: lowering them one by one (test_kernel_operations.py) must do.
+SCORES = st.recursive(
+    functions.FLOATS,
+    lambda x: st.one_of(
+        st.builds("({} / {})".format, x, x),
+        st.builds("np.{}({})".format, st.sampled_from("exp expm1 log1p log2 floor sign isfinite".split()), x),
+        st.builds("np.select([x > {}, n == 1], [{}, 0.5], heads)".format, x, x),
+        st.builds("({}).astype(np.{})".format, x, st.sampled_from(("bfloat16", "int8", "uint32", "bool_"))),
+        st.builds("jax.lax.{}({} * 1.0)".format, st.sampled_from(NO_KERNEL), x),
+    ),
+    max_leaves=3,
+)
+
+
+def _score_of(source):
+    fn = eval(f"lambda x, b, n, t, s, rows, columns, heads, gain: {source}", {"np": jnp, "jax": jax})
+    return lambda x, *args: jnp.broadcast_to(jnp.asarray(fn(x, *args), x.dtype), x.shape)
+
+
+def _check_reason(reason, source):
+    assert any(x in reason and x in source for x in NO_KERNEL), reason
+
+
+# How kernels pass them: the kind and dtype of x, b, n, t, s, rows, columns, heads, gain.
+KINDS = ("tile", "scalar", "scalar", "tile", "tile", "column", "row", "scalar", "column")
+DTYPES = ("float32", *("int32",) * 7, "float32")
+
+
+@hypothesis.given(SCORES)
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_what_is_claimed_lowers(source):
+    """Any score and its derivative: in a small kernel, or refused for an operation that it has."""
+    score = _score_of(source)
+
+    def gradient(x, *args):
+        y, pullback = jax.vjp(lambda x, gain: score(x, *args[:-1], gain), x, args[-1])
+        return pullback(y)
+
+    specs = [jax.ShapeDtypeStruct(() if k == "scalar" else (64, 64), x) for k, x in zip(KINDS, DTYPES, strict=True)]
+    for fn in (score, gradient):
+        if reason := elementwise.why_not(fn, *specs):
+            return _check_reason(reason, source)
+
+        def body(value, fn=fn):
+            args = [value(*x, seed) for seed, x in enumerate(zip(KINDS, DTYPES, strict=True))]
+            return elementwise.inline(fn, *args), args  # Mosaic finds no layout for a row or a column that nothing uses
+
+        lower(body)
+
+
+@pytest.mark.full
+@hypothesis.given(SCORES, functions.BOOLS)
+@hypothesis.settings(max_examples=10, deadline=None)
+def test_calls_that_are_claimed_lower(score, mask):
+    """As `explain` says, forward and backward."""
+    q, k = (jax.ShapeDtypeStruct((functions.B, n, functions.N, 64), jnp.bfloat16) for n in (functions.T, functions.S))
+    keywords = {"mask": masks.Custom(functions.compiled(mask), *functions.ARRAYS)}
+
+    def loss(q, k, v, gain):
+        fn = scores.Custom(_score_of(score), *functions.ARRAYS, gain)
+        return pallas_fa.dot_product_attention(q, k, v, score=fn, **keywords).astype(jnp.float32).sum()
+
+    told = pallas_fa.explain(
+        q, k, k, score=scores.Custom(_score_of(score), *functions.ARRAYS, functions.GAIN), **keywords
+    )
+    if "mosaic_gpu: runs this call" not in told:
+        return _check_reason(told, score)
+    found = kernels(jax.grad(loss, (0, 1, 2, 3)), q, k, k, functions.GAIN)
+    assert found >= (1 if "xla computes its gradients" in told else 2)
