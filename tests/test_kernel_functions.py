@@ -61,7 +61,7 @@ def _powers(x, b, n, t, s, gain, rows):
 
 def _smooth(x, b, n, t, s, gain):
     y = jax.nn.softplus(x) + jax.nn.elu(x) + jax.nn.gelu(x * gain, approximate=False) + jnp.log1p(x * x)
-    y = y + jnp.expm1(-abs(x)) + jnp.log2(2 + abs(x)) + jnp.exp2(-abs(x)) + lax.erf(x)
+    y = y + jnp.expm1(-abs(x)) + jnp.log2(2 + abs(x)) + jnp.exp2(-abs(x)) + lax.erf(x) + jnp.arctan2(x, gain)
     return y + jnp.floor(x) * 0.1 + jnp.ceil(gain * x) * 0.1 + jnp.where(jnp.isfinite(x), jnp.clip(x, -1, gain), 0)
 
 
