@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 
 from pallas_fa.backends.gpu import operations
@@ -83,10 +84,10 @@ class _Evaluator:
             raise _DoesNotLowerError(f"the operations {', '.join(unknown)} do not lower in a kernel")
         if any(jnp.ndim(x) for x in program.consts):
             raise _DoesNotLowerError("it closes over an array; pass the array to Custom(fn, array) instead")
-        consts = [x if isinstance(x, jax.core.Tracer) else np.asarray(x)[()] for x in program.consts]
+        consts = [x if isinstance(x, Tracer) else np.asarray(x)[()] for x in program.consts]
         values = dict(zip((*program.jaxpr.constvars, *program.jaxpr.invars), (*consts, *args), strict=True))
         products: dict[Any, Any] = {}
-        read = lambda x: np.asarray(x.val, x.aval.dtype)[()] if isinstance(x, core.Literal) else values[x]
+        read = lambda x: _number(x) if isinstance(x, core.Literal) else values[x]
         for eqn in program.jaxpr.eqns:
             inputs, inner = [read(x) for x in eqn.invars], inner_jaxpr(eqn)
             if inner is not None:
@@ -111,7 +112,7 @@ class _Evaluator:
         if name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
             return inputs  # differentiation inside shard_map reshapes to the shape that is there
         if name == "broadcast_in_dim":
-            return [self._broadcast(*inputs, eqn.params["shape"])]
+            return [self._broadcast(inputs[0], eqn.params["shape"])]
         if name == "cond":
             which, *operands = inputs
             branches = [[x for x, _ in self.run(branch, operands)] for branch in eqn.params["branches"]]
@@ -170,6 +171,10 @@ class _Evaluator:
             best = self._call(jnp.where, is_better, x, best)
             index = self._call(jnp.where, is_better, np.int32(i), index)
         return index
+
+
+def _number(literal: Any):
+    return np.asarray(literal.val, literal.aval.dtype)[()]
 
 
 def _operations(jaxpr):

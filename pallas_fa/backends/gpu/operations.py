@@ -81,7 +81,7 @@ def is_safe(name: str, inputs: Any) -> bool:
     last = inputs[-1]
     if name in ("div", "rem") and last.dtype != jnp.float32:
         return isinstance(last, np.generic) and last not in (0, -1)
-    return name.startswith("shift") and isinstance(last, np.generic) and 0 <= last < 32
+    return name.startswith("shift") and isinstance(last, np.generic) and 0 <= int(last) < 32
 
 
 def _not(x):
