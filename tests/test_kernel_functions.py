@@ -105,6 +105,25 @@ def test_the_default_lowers_to_kernels(name):
     assert kernels(gradients, x, y, y, arrays) >= 2  # gradients of arrays may take a pass of their own
 
 
+def test_masks_get_16_bit_floats_as_float32():
+    """On every implementation, as kernels load them."""
+    seen = set()
+
+    def fn(b, n, t, s, limits):
+        seen.add(limits.dtype.name)
+        return s < limits
+
+    def call(implementation):
+        mask = masks.Custom(fn, jnp.ones((8, 1), jnp.bfloat16))
+        return lambda x: pallas_fa.dot_product_attention(x, x, x, mask=mask, implementation=implementation)
+
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    for implementation in ("xla", "reference"):
+        jax.eval_shape(call(implementation), x)
+    assert kernels(call("mosaic_gpu"), x) == 1
+    assert seen == {"float32"}
+
+
 # ---- any function ---------------------------------------------------------------------------------------------------
 
 NO_KERNEL = ("cbrt", "lgamma")
