@@ -52,7 +52,7 @@ THINNED = {
     "test_context_parallel.py::test_ring_attention_is_attention": 6,
     "test_context_parallel.py::test_ring_of_any_size": 3,
     "test_flax.py::test_checkpoints_of_linen": 1,
-    "test_float_functions.py::test_special_values_are_those_of_xla": 6,
+    "test_float_functions.py::test_special_values_are_those_of_xla": 4,
     "test_flax.py::test_equals_flax": 3,
     "test_forward.py::test_chunks_that_the_mask_rules_out_are_not_visited": 4,
     "test_forward_mode.py::test_arrays_that_jit_shards": 1,

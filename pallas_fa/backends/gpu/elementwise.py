@@ -152,6 +152,8 @@ class _Evaluator:
     def _broadcast(self, x, shape):
         if jnp.shape(x) == tuple(shape):
             return x
+        if x.dtype.name in _WIDE:
+            return self._broadcast(x.astype(_WIDE[x.dtype.name]), shape).astype(x.dtype)
         if jnp.ndim(x) or tuple(shape) != self.tile or x.dtype.name not in operations.BROADCAST:
             raise _DoesNotLowerError(
                 f"{x.dtype} of shape {jnp.shape(x)} is not broadcast to {tuple(shape)} in a kernel"
