@@ -47,6 +47,8 @@ ACCURATE = {
     "x ** -3": (lambda x: x**-3, lambda x: x**-3.0, (magnitudes(-12, 12),)),
     "erf": (lax.erf, scipy.special.erf, (np.concatenate([line(-6, 6), SMALL, -SMALL]),)),
     "erfc": (lax.erfc, scipy.special.erfc, (line(-6, 9.19),)),
+    "atan": (jnp.arctan, np.arctan, (BOTH_SIGNS,)),
+    "atan2": (jnp.arctan2, np.arctan2, (DIVIDENDS, DIVISORS)),
     "floor": (jnp.floor, np.floor, (np.concatenate([BOTH_SIGNS, line(-10, 10)]),)),
     "ceil": (jnp.ceil, np.ceil, (np.concatenate([BOTH_SIGNS, line(-10, 10)]),)),
     "rem": (lax.rem, np.fmod, (DIVIDENDS, DIVISORS)),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 
 from pallas_fa.backends.gpu import operations
@@ -83,10 +84,10 @@ class _Evaluator:
             raise _DoesNotLowerError(f"the operations {', '.join(unknown)} do not lower in a kernel")
         if any(jnp.ndim(x) for x in program.consts):
             raise _DoesNotLowerError("it closes over an array; pass the array to Custom(fn, array) instead")
-        consts = [x if isinstance(x, jax.core.Tracer) else np.asarray(x)[()] for x in program.consts]
+        consts = [x if isinstance(x, Tracer) else np.asarray(x)[()] for x in program.consts]
         values = dict(zip((*program.jaxpr.constvars, *program.jaxpr.invars), (*consts, *args), strict=True))
         products: dict[Any, Any] = {}
-        read = lambda x: np.asarray(x.val, x.aval.dtype)[()] if isinstance(x, core.Literal) else values[x]
+        read = lambda x: _number(x) if isinstance(x, core.Literal) else values[x]
         for eqn in program.jaxpr.eqns:
             inputs, inner = [read(x) for x in eqn.invars], inner_jaxpr(eqn)
             if inner is not None:
@@ -111,7 +112,7 @@ class _Evaluator:
         if name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
             return inputs  # differentiation inside shard_map reshapes to the shape that is there
         if name == "broadcast_in_dim":
-            return [self._broadcast(*inputs, eqn.params["shape"])]
+            return [self._broadcast(inputs[0], eqn.params["shape"])]
         if name == "cond":
             which, *operands = inputs
             branches = [[x for x, _ in self.run(branch, operands)] for branch in eqn.params["branches"]]
@@ -151,6 +152,8 @@ class _Evaluator:
     def _broadcast(self, x, shape):
         if jnp.shape(x) == tuple(shape):
             return x
+        if x.dtype.name in _WIDE:
+            return self._broadcast(x.astype(_WIDE[x.dtype.name]), shape).astype(x.dtype)
         if jnp.ndim(x) or tuple(shape) != self.tile or x.dtype.name not in operations.BROADCAST:
             raise _DoesNotLowerError(
                 f"{x.dtype} of shape {jnp.shape(x)} is not broadcast to {tuple(shape)} in a kernel"
@@ -170,6 +173,10 @@ class _Evaluator:
             best = self._call(jnp.where, is_better, x, best)
             index = self._call(jnp.where, is_better, np.int32(i), index)
         return index
+
+
+def _number(literal: Any):
+    return np.asarray(literal.val, literal.aval.dtype)[()]
 
 
 def _operations(jaxpr):

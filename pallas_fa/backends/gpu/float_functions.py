@@ -12,50 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_fa.backends.gpu.float_bits import exact_product, from_bits, high_part, power_of_2, rounded, scaled, to_bits
+
 _LN2 = math.log(2)
 _LN2_HIGH = 0.693359375  # 9 bits: its product with an exponent is exact
 _LN2_LOW = _LN2 - _LN2_HIGH
 _SQRT_HALF_BITS = 0x3F3504F3
-
-
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
-def _bits(x):
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits):
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _power_of_2(n):
-    """2^n for -126 <= n <= 127."""
-    return _float((n + 127) << 23)
-
-
-def _scaled(x, n):
-    """x * 2^n for integers -252 <= n <= 254, in two steps, since 2^n itself may not be a float."""
-    half = n >> 1
-    return x * _power_of_2(half) * _power_of_2(n - half)
-
-
-def _high(x):
-    """x with 12 bits: products of two such, or of such and what is left of x, are exact."""
-    return _float(_bits(x) & -0x1000)
-
-
-def _rounded(x):
-    """x without its last bit: no compiler takes it for the sum or the product that x is, and cancels or fuses that."""
-    return _float(_bits(x) & -2)
-
-
-def _product(a, b):
-    """(p, e) with p + e = a * b, where neither overflows nor is subnormal."""
-    p = _rounded(a * b)
-    a_high, b_high = _high(a), _high(b)
-    a_low, b_low = a - a_high, b - b_high
-    return p, ((a_high * b_high - p) + a_high * b_low + a_low * b_high) + a_low * b_low
 
 
 def _horner(x, *coefficients):
@@ -77,14 +39,14 @@ def exp(x: Any, low: Any = 0.0) -> Any:
     """e^(x + low), where |low| is at most 2^-9 |x|."""
     x = jnp.clip(x, -105.0, 90.0)
     n = lax.round(x * (1 / _LN2), lax.RoundingMethod.TO_NEAREST_EVEN)
-    return _scaled(1 + _expm1_reduced(x - n * _LN2_HIGH - n * _LN2_LOW + low), n.astype(jnp.int32))
+    return scaled(1 + _expm1_reduced(x - n * _LN2_HIGH - n * _LN2_LOW + low), n.astype(jnp.int32))
 
 
 def exp2(x: Any, low: Any = 0.0) -> Any:
     """2^(x + low), where |low| is at most 2^-9 |x|."""
     x = jnp.clip(x, -152.0, 130.0)
     n = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return _scaled(1 + _expm1_reduced(((x - n) + low) * _LN2), n.astype(jnp.int32))
+    return scaled(1 + _expm1_reduced(((x - n) + low) * _LN2), n.astype(jnp.int32))
 
 
 def expm1(x: Any) -> Any:
@@ -94,7 +56,7 @@ def expm1(x: Any) -> Any:
     result = _expm1_reduced(x - n * _LN2_HIGH - n * _LN2_LOW)
     n = n.astype(jnp.int32)
     # (p + 1 - 2^-n) 2^n; for n = 0 that is p, and past n = 25 nobody sees 2^-n.
-    return jnp.where(n == 0, result, _scaled(result + (1 - _power_of_2(jnp.maximum(-n, -126))), n))
+    return jnp.where(n == 0, result, scaled(result + (1 - power_of_2(jnp.maximum(-n, -126))), n))
 
 
 # ---- logarithms -----------------------------------------------------------------------------------------------------
@@ -103,9 +65,9 @@ def expm1(x: Any) -> Any:
 def _reduced(x):
     """(e, f) with x = 2^e (1 + f), e an int32 and 1 + f between sqrt(1/2) and sqrt(2), for finite x > 0."""
     is_subnormal = x < 2.0**-126
-    bits = _bits(jnp.where(is_subnormal, x * 2.0**24, x)) - _SQRT_HALF_BITS
+    bits = to_bits(jnp.where(is_subnormal, x * 2.0**24, x)) - _SQRT_HALF_BITS
     exponent = (bits >> 23) - jnp.where(is_subnormal, 24, 0)
-    return exponent, _float((bits & 0x7FFFFF) + _SQRT_HALF_BITS) - 1
+    return exponent, from_bits((bits & 0x7FFFFF) + _SQRT_HALF_BITS) - 1
 
 
 def _log1p_reduced(f):
@@ -136,7 +98,7 @@ def log2(x: Any) -> Any:
 
 def log1p(x: Any) -> Any:
     """log(1 + x)."""
-    y = _rounded(1 + x)
+    y = rounded(1 + x)
     # What the sum has lost, as a part of it.
     lost = jnp.where(x < 1, x - (y - 1), 1 - (y - x)) / y
     exponent, f = _reduced(y)
@@ -149,23 +111,23 @@ def _log2_extended(x):
     """(high, low) whose sum is log2(x) to some 2^-35 of itself, for finite x > 0."""
     exponent, f = _reduced(x)
     # s = f / (2 + f) and z = s^2, each as a sum of two floats; log(1 + f) = 2 s (1 + z / 3 + z^2 / 5 + ...).
-    d = _rounded(2 + f)
+    d = rounded(2 + f)
     s = f / d
-    p, p_low = _product(s, d)
+    p, p_low = exact_product(s, d)
     s_low = ((f - p) - p_low - s * (f - (d - 2))) / d
-    z, z_low = _product(s, s)
+    z, z_low = exact_product(s, s)
     z_low = z_low + 2 * s * s_low
-    third, third_low = _product(z, 1 / 3)
+    third, third_low = exact_product(z, 1 / 3)
     third_low = third_low + z_low * (1 / 3) + z * (1 / 3 - float(np.float32(1 / 3)))
     third_low = third_low + z * z * _horner(z, 0.20000078, 0.14273316, 0.11715507)
-    t, t_low = _product(s, third)
-    y = _rounded(s + t)
+    t, t_low = exact_product(s, third)
+    y = rounded(s + t)
     y_low = (t - (y - s)) + (s_low + t_low + s * third_low)
     base = np.float32(2 / _LN2)
-    q, q_low = _product(y, base)
+    q, q_low = exact_product(y, base)
     q_low = q_low + y * (2 / _LN2 - float(base)) + y_low * base
     e = exponent.astype(jnp.float32)
-    high = _rounded(e + q)
+    high = rounded(e + q)
     return high, (q - (high - e)) + q_low
 
 
@@ -173,7 +135,7 @@ def pow(x: Any, y: Any) -> Any:
     """x^y; of a negative x for whole y."""
     high, low = _log2_extended(jnp.abs(x))
     exponent = jnp.clip(y, -(2.0**40), 2.0**40)
-    p, p_low = _product(exponent, high)
+    p, p_low = exact_product(exponent, high)
     in_range = jnp.abs(p) < 200
     size = exp2(p, jnp.where(in_range, p_low + exponent * low, 0.0))
 
@@ -186,7 +148,7 @@ def pow(x: Any, y: Any) -> Any:
     grows = (y > 0) == (jnp.abs(x) > 1)  # where x or y is infinite, or x is 0
     extreme = (x == 0) | (jnp.abs(x) == jnp.inf) | ~finite_y
     size = jnp.where(extreme, jnp.where(grows, jnp.inf, 0.0), size)
-    negative = is_odd & (_bits(x) < 0)
+    negative = is_odd & (to_bits(x) < 0)
     result = jnp.where(negative, -size, size)
     result = jnp.where((x < 0) & finite_y & (x > -jnp.inf) & ~is_whole, jnp.nan, result)
     result = jnp.where((x != x) | (y != y), x + y, result)
@@ -210,7 +172,7 @@ def _erfc_far(x):
         t, 1.253008, -0.1356211, -0.047562249, 0.12964509, -0.11927509, 0.068309687, -0.02375526, 0.0025129106, 0.0018215163,
         -0.00070611521,
     )  # fmt: skip
-    high = _high(x)
+    high = high_part(x)
     return exp(-high * high, -(x - high) * (x + high)) * (series / (1 + 2 * x))
 
 
@@ -226,49 +188,24 @@ def erfc(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 1, 1 - _erf_near_0(x), jnp.where(x < 0, 2 - far, jnp.where(x > 0, far, x)))
 
 
-# ---- rounding and remainders ----------------------------------------------------------------------------------------
+# ---- inverse tangents -----------------------------------------------------------------------------------------------
 
 
-def floor(x: Any) -> Any:
-    """The largest whole number that is not above x."""
-    r = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jnp.where(r > x, r - 1, r)
+def atan(x: Any) -> Any:
+    """The inverse tangent."""
+    return atan2(x, jnp.ones_like(x))
 
 
-def ceil(x: Any) -> Any:
-    """The smallest whole number that is not below x."""
-    return -floor(-x)
-
-
-_REM_BITS = 22
-
-
-def rem(x: Any, y: Any) -> Any:
-    """x - y * trunc(x / y), exact, with the sign of x: a long division, 22 bits of the quotient a step."""
-    (x_exponent, x_mantissa), (y_exponent, y_mantissa) = map(_whole, (x, y))
-    divisor = y_mantissa.astype(jnp.float32)
-    inverse = 1 / divisor
-    left = jnp.maximum(x_exponent - y_exponent, 0)
-    r = _rem_step(x_mantissa, 0, y_mantissa, inverse)
-    for _ in range(-(-253 // _REM_BITS)):
-        step = jnp.minimum(left, _REM_BITS)
-        r, left = _rem_step(r, step, y_mantissa, inverse), left - step
-    size = _scaled(r.astype(jnp.float32), y_exponent - 150)
-    size = jnp.where(jnp.abs(x) < jnp.abs(y), jnp.abs(x), size)
-    result = _float(_bits(size) | (_bits(x) & -0x80000000))
-    return jnp.where((y != 0) & (jnp.abs(x) < jnp.inf) & (y == y), result, jnp.nan)
-
-
-def _whole(x):
-    """(exponent, mantissa), both int32: |x| = mantissa * 2^(exponent - 150)."""
-    bits = _bits(x) & 0x7FFFFFFF
-    exponent = bits >> 23
-    return jnp.maximum(exponent, 1), (bits & 0x7FFFFF) | jnp.where(exponent > 0, 0x800000, 0)
-
-
-def _rem_step(r, step, divisor, inverse):
-    """r * 2^step modulo the divisor; r < divisor or step = 0. The quotient may err by 1; int32 wraps round."""
-    quotient = (r.astype(jnp.float32) * _power_of_2(step) * inverse).astype(jnp.int32)
-    r = (r << step) - quotient * divisor
-    r = jnp.where(r < 0, r + divisor, r)
-    return jnp.where(r >= divisor, r - divisor, r)
+def atan2(y: Any, x: Any) -> Any:
+    """The angle between the x axis and (x, y), from -pi to pi."""
+    shorter, longer = jnp.minimum(abs(x), abs(y)), jnp.maximum(abs(x), abs(y))
+    ratio = jnp.where(shorter == longer, jnp.where(longer == 0, 0.0, 1.0), shorter / longer)
+    is_far = ratio > math.tan(math.pi / 8)
+    r = jnp.where(is_far, (ratio - 1) / (ratio + 1), ratio)
+    z = r * r
+    angle = r + r * z * _horner(z, -0.33333316, 0.1999849, -0.14243849, 0.10595997, -0.06083442)
+    angle = jnp.where(is_far, math.pi / 4 + angle, angle)
+    angle = jnp.where(abs(y) > abs(x), math.pi / 2 - angle, angle)
+    angle = jnp.where(to_bits(x) < 0, math.pi - angle, angle)
+    angle = jnp.where(to_bits(y) < 0, -angle, angle)
+    return jnp.where((x != x) | (y != y), x + y, angle)

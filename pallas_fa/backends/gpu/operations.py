@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_fa.backends.gpu import float_functions as floats
+from pallas_fa.backends.gpu import float_remainders as remainders
 
 _F, _I, _U, _B = "float32", "int32", "uint32", "bool"
 _NUMBERS, _INTEGERS, _ALL = (_F, _I, _U), (_I, _U), (_F, _I, _U, _B)
@@ -80,7 +81,7 @@ def is_safe(name: str, inputs: Any) -> bool:
     last = inputs[-1]
     if name in ("div", "rem") and last.dtype != jnp.float32:
         return isinstance(last, np.generic) and last not in (0, -1)
-    return name.startswith("shift") and isinstance(last, np.generic) and 0 <= last < 32
+    return name.startswith("shift") and isinstance(last, np.generic) and 0 <= int(last) < 32
 
 
 def _not(x):
@@ -151,7 +152,7 @@ def _div(x, y):
 
 def _rem(x, y):
     if x.dtype == jnp.float32:
-        return floats.rem(x, y)
+        return remainders.rem(x, y)
     special = (y == 0) | (y == -1) if jnp.issubdtype(x.dtype, jnp.signedinteger) else y == 0
     return jnp.where(special, jnp.where(y == 0, x, 0), lax.rem(x, jnp.where(special, 1, y)))
 
@@ -170,7 +171,9 @@ PARAMETERS = {"integer_pow": ("y",), "convert_element_type": ("new_dtype",)}
 REWRITES: dict[str, Callable[..., Any]] = {
     "abs": _abs,
     "add_any": lax.add,
-    "ceil": floats.ceil,
+    "atan": floats.atan,
+    "atan2": floats.atan2,
+    "ceil": remainders.ceil,
     "clamp": _clamp,
     "convert_element_type": _convert,
     "div": _div,
@@ -179,7 +182,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "exp": floats.exp,
     "exp2": floats.exp2,
     "expm1": floats.expm1,
-    "floor": floats.floor,
+    "floor": remainders.floor,
     "integer_pow": _integer_pow,
     "is_finite": lambda x: abs(x) < jnp.inf,
     "log": floats.log,
