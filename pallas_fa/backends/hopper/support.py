@@ -28,6 +28,8 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
 
 def _why_no_forward(problem, gpu):
+    if problem.dims.is_symbolic:
+        return "a symbolic size; its kernels are made for sizes that are known"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
     for name, size in (("H", problem.H), ("Hv", problem.Hv)):
