@@ -173,6 +173,11 @@ def _check_shapes(q, k, v) -> Dims:
                 else "Add the missing dims with jnp.expand_dims."
             )
             raise ValueError(f"{name}.shape={x.shape} has too few dims: {layout}. {remedy}")
+        if not all(isinstance(size, int) for size in x.shape[-2:]):
+            raise ValueError(
+                f"{name}.shape={x.shape} has a symbolic number of heads or head dim; {layout}, of which only *B, T and S may"
+                " be symbolic. Export with known heads and head dims."
+            )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"query.dtype={q.dtype}, key.dtype={k.dtype} and value.dtype={v.dtype} differ: they must be one dtype, since"

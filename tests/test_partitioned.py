@@ -183,6 +183,14 @@ CASES = {
         {"strip": normal((8, T + S - 1))},
         {"key": HEADS, "value": HEADS, "strip": P("model")},
         {"is_causal": True},
+    ),
+    "windows by head and intervals of rows": Case(
+        P("data", "rows", "model"),
+        {
+            "local_window_size": (np.arange(B * 8, dtype=np.int32).reshape(B, 8, 1, 1) - 2, np.int32(9)[None]),
+            "mask": masks.from_cu_seqlens([[0, 9, 20]] * B, [[0, 7, 15]] * B, T=T),
+        },
+        {"key": HEADS, "value": HEADS, "mask": P("data", "rows")},
         mesh=(2, 2, 2),
     ),
     "functions of all indices": Case(

@@ -1,6 +1,7 @@
 """Recomputes attention a few query rows at a time: derivatives of any order in O(rows * S) memory.
 
-JAX cannot differentiate a backward kernel. Second and higher derivatives recompute attention here, from the operands.
+JAX cannot differentiate a backward kernel. Second and higher derivatives recompute attention here, from the operands. Where
+a length is symbolic, all rows are one chunk.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,8 @@ def attention(plain: Callable[..., Any], problem: Problem, operands: Operands) -
         q, k, v, *bound = operands
         return rematerialised(Operands(cut(q, 1), k, v, *jax.tree.map(cut_rows, bound)), t0)
 
+    if problem.dims.has_symbolic_length:  # the number of chunks is not known
+        return rematerialised(operands, 0)
     T = problem.dims.T
     full_chunks = T // _ROWS
     chunks = []

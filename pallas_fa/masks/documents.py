@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from pallas_fa.masks.band import check_side
 from pallas_fa.masks.key_intervals import KeyIntervals
@@ -42,9 +43,10 @@ def from_cu_seqlens(
     Raises:
       TypeError, ValueError: an argument is wrong. The values of NumPy arrays and lists are checked, those of JAX arrays not.
     """
-    if not is_static_int(T) or T < 0:
+    is_known = not export.is_symbolic_dim(T)
+    if is_known and (not is_static_int(T) or T < 0):
         raise ValueError(f"T={T!r} must be the number of queries, an int >= 0: query.shape[-3].")
-    cu_q = _checked("cu_q", cu_q, T)
+    cu_q = _checked("cu_q", cu_q, T if is_known else None)
     cu_k = cu_q if cu_k is None else _checked("cu_k", cu_k, None)
     if cu_q.shape != cu_k.shape:
         raise ValueError(

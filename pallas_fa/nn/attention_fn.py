@@ -97,9 +97,7 @@ def attention_fn(
     return dropout.attention(problem, operands, dropout_rng, broadcast_dropout)
 
 
-def refuse_single_query(
-    T: int, S: int, is_causal: bool | None, local_window_size: int | tuple[int | None, int | None] | None
-) -> None:
+def refuse_single_query(T: int, S: int, is_causal: bool | None, local_window_size: Any) -> None:
     """Raises ValueError if `is_causal` or a window would take a query that decodes from a cache for position 0.
 
     Args:

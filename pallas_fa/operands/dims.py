@@ -23,6 +23,16 @@ class Dims:
         """The product of the batch dims."""
         return math.prod(self.batch)
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is symbolic, from `jax.export.symbolic_shape`."""
+        return self.has_symbolic_length or not isinstance(self.B, int)
+
+    @property
+    def has_symbolic_length(self) -> bool:
+        """Whether T or S is symbolic."""
+        return not (isinstance(self.T, int) and isinstance(self.S, int))
+
     def broadcastable(self, name: str, x: Any) -> Any:
         """Reshapes `x`, which broadcasts to [*batch, N, T, S] by NumPy's rules, to [B|1, N|1, T|1, S|1]."""
         full = (*self.batch, self.N, self.T, self.S)

@@ -47,7 +47,10 @@ def bind_aligned(offset: Any, align: Align, dims: Dims, lengths: Any) -> Any:
         return offset
     q_lengths = dims.T if lengths.q_lengths is None else lengths.q_lengths
     kv_lengths = dims.S if lengths.kv_lengths is None else lengths.kv_lengths
-    return offset + kv_lengths - q_lengths
+    shift = kv_lengths - q_lengths
+    if not is_array(shift) and not isinstance(shift, int):  # symbolic
+        shift = jnp.full((1, 1, 1, 1), shift, jnp.int32)
+    return offset + shift
 
 
 def per_sequence(name: str, x: Any, dims: Dims) -> Any:

@@ -45,6 +45,8 @@ def _why_no_head_dim(problem):
 
 
 def _why_no_forward(problem, gpu):
+    if problem.dims.is_symbolic:
+        return "a symbolic size; its kernels are made for sizes that are known"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):

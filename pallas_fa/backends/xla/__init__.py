@@ -5,25 +5,42 @@ Its code is imported when it first runs.
 
 from typing import Any
 
+import jax
+
 from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
     if problem.dropout_rate:
         return Support.neither(NO_DROPOUT)
+    if problem.forward_mode and problem.dims.has_symbolic_length:
+        return Support.neither(
+            "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
+        )
+    if problem.dims.has_symbolic_length and any(map(diagonals.spans, jax.tree.leaves(problem.score))):
+        return Support.neither("a symbolic length with a RelativeBias; its array cannot be padded to whole chunks")
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     from pallas_fa.backends.xla import attention
 
+    if problem.dims.has_symbolic_length:
+        from pallas_fa.backends.xla import symbolic
+
+        return symbolic.forward(attention.forward, problem, operands)
     return attention.forward(problem, operands)
 
 
 def _backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
     from pallas_fa.backends.xla import attention
 
+    if problem.dims.has_symbolic_length:
+        from pallas_fa.backends.xla import symbolic
+
+        return symbolic.backward(attention.backward, problem, residuals, d_out, d_lse)
     return attention.backward(problem, residuals, d_out, d_lse)
 
 

@@ -53,7 +53,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         # Rows in the overlap of two chunks are written twice, with the same values.
         return tuple(queries.replace(x, heads_first(x_i), i, 1) for x, x_i in zip(outputs, results, strict=True))
 
-    return lax.fori_loop(np.int32(0), np.int32(queries.count), q_step, start)
+    return lax.fori_loop(np.int32(0), queries.last, q_step, start)
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
@@ -114,6 +114,6 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     q_t, d_out_t = (transpose_grouped(problem, x) for x in (q, d_out))
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
     d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
-    dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), np.int32(keys.count), kv_step, (*zeros, d_arrays))
+    dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), keys.last, kv_step, (*zeros, d_arrays))
     gradients = dq, dk, dv, *d_arrays, *d_sinks
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.masks import Mask
+from pallas_fa.masks import Causal, Lengths, Mask, Window
+from pallas_fa.masks.base import all_of, parts_of
 from pallas_fa.operands import diagonals, intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
@@ -25,6 +26,7 @@ from pallas_fa.softmax import tile
 _CHUNK_LOGITS = 512**2
 _FEW_LOGITS = 2**19
 _MIN_CHUNK, _MAX_CHUNK = 64, 1024
+_SYMBOLIC = 512  # what a symbolic size counts for in the choice of chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,16 @@ class Chunks:
     def count(self) -> int:
         """The number of chunks."""
         return -(-self.size // self.chunk)
+
+    @property
+    def last(self) -> Any:
+        """`count` as the end of a loop, int32."""
+        return np.int32(self.count) if isinstance(self.count, int) else jnp.asarray(self.count, jnp.int32)
+
+    @property
+    def whole_chunks(self) -> int:
+        """The size, rounded up to whole chunks if it is symbolic."""
+        return self.size if isinstance(self.size, int) else self.count * self.chunk
 
     def start(self, i: Any) -> Any:
         """Returns the start of chunk i, int32 (also where 64-bit types are enabled)."""
@@ -110,11 +122,12 @@ class Chunks:
 
 def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     """Returns the query and key axes in chunks. Tiles are square, but long along one axis where the other is short."""
-    B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
+    dims = problem.dims
+    B, T, S, N = (x if isinstance(x, int) else _SYMBOLIC for x in (dims.B, dims.T, dims.S, dims.N))
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
     q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
-    return Chunks(2, T, _even_chunk(T, q_chunk)), Chunks(3, S, _even_chunk(S, kv_chunk))
+    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk))
 
 
 def _even_chunk(size: int, largest: int) -> int:
@@ -137,9 +150,13 @@ def visits(
     Returns:
       A function of an outer chunk: the first inner chunk, and one past the last, that any batch entry or head needs.
     """
+    if isinstance(outer.count, int):
+        starts = np.minimum(np.arange(outer.count) * outer.chunk, outer.size - outer.chunk)
+    else:  # only masks that compute with positions alone can be asked about tiles of an unknown number
+        mask = all_of([part for kind in (Causal, Window, Lengths) for part in parts_of(mask, kind)])
+        starts = jnp.arange(outer.count, dtype=jnp.int32) * outer.chunk
     if mask is None:
-        return lambda i: (np.int32(0), np.int32(inner.count))
-    starts = np.minimum(np.arange(outer.count) * outer.chunk, outer.size - outer.chunk)
+        return lambda i: (np.int32(0), inner.last)
     lo, hi = getattr(mask, question)(starts, starts + outer.chunk)
     xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), inner.size)
