@@ -70,6 +70,9 @@ FEATURES = {
     "a bias `[N, T, S]` shared by the batch, with its gradient": _call(
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x}
     ),
+    "`scores.RelativeBias`, with its gradient": _call(
+        ((N, T + S - 1), _FLOAT), keywords=lambda x: {"score": scores.RelativeBias(x)}
+    ),
     "`scores.Custom` with an array": _call(((N, 1, 1), _FLOAT), keywords=lambda x: {"score": scores.Custom(_gain, x)}),
     "`deterministic_gradients=True`": _always(deterministic_gradients=True),
     "the same with a shared bias `[N, T, S]`": _call(
