@@ -195,7 +195,11 @@ def truth(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.smoke) if x == "functions of all indices" else x for x in CASES]
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.smoke) if x in ("functions of all indices", "relative bias") else x
+        for x in CASES
+    ],
 )
 def test_every_device_computes_its_share(name, shared):
     """Out and lse lie as the queries do; nothing is gathered; forward, no device waits for another."""
