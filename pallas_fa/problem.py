@@ -24,7 +24,8 @@ from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 class Operands(NamedTuple):
     """The arrays of one call, batch dims flattened: q [B,T,N,H], k [B,S,K,H], v [B,S,K,Hv], bound score and mask.
 
-    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1]; sinks are [B|1, N, 1, 1]. Those of the mask have no gradient.
+    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or [B|1, N|1, T + S - 1] where they span the diagonals; sinks are
+    [B|1, N, 1, 1]. Those of the mask have no gradient.
     """
 
     q: Any

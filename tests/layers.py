@@ -100,7 +100,7 @@ THINNED = {
     "test_partitioned.py::test_explicit_axes": 1,
     "test_partitioned.py::test_the_kernels_of_one_device_lower": 1,
     "test_partitioned.py::test_transformations": 2,
-    "test_relative_bias.py::test_is_the_bias_with_the_same_diagonals": 5,
+    "test_relative_bias.py::test_is_the_bias_with_the_same_diagonals": 3,
     "test_relative_bias.py::test_the_form_that_kernels_read_has_every_tile": 2,
     "test_relative_bias.py::test_vmap": 1,
     "test_run_ends.py::test_however_it_ends_the_curve_goes_on_bit_for_bit": 0,

@@ -53,6 +53,8 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
+    Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
+    Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip
 

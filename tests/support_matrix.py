@@ -74,6 +74,9 @@ FEATURES = {
     "a bias `[N, T, S]` shared by the batch, with its gradient": _call(
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x}
     ),
+    "`scores.RelativeBias`, with its gradient": _call(
+        ((N, T + S - 1), _FLOAT), keywords=lambda x: {"score": scores.RelativeBias(x)}
+    ),
     "`scores.Custom` with an array": _call(((N, 1, 1), _FLOAT), keywords=lambda x: {"score": scores.Custom(_gain, x)}),
     "`sinks`, with their gradient": _call(((N,), _FLOAT), keywords=lambda x: {"sinks": x}),
     "`deterministic_gradients=True`": _always(deterministic_gradients=True),

@@ -52,6 +52,7 @@ LENGTHS = np.asarray([48, 17, 5, 0], np.int32)
 # name: (arrays, static keywords). `slopes` become an Alibi, a function of positions; `strip` becomes a RelativeBias.
 CASES = {
     "full": (tokens(), {}),
+    "relative bias": ({**tokens(), "strip": normal((N, 2 * T - 1))}, {"is_causal": True}),
     "causal": ({**tokens(N), "sinks": normal((N,))}, {"is_causal": True}),
     "causal window": (tokens(), {"is_causal": True, "local_window_size": (6, 0)}),
     "windows by head": (
@@ -76,7 +77,6 @@ CASES = {
         {**tokens(), "slopes": np.linspace(0.1, 1, N, dtype=np.float32), "bias": normal((1, T), 6)},
         {"is_causal": True},
     ),
-    "relative bias": ({**tokens(), "strip": normal((N, 2 * T - 1))}, {"is_causal": True}),
 }
 
 

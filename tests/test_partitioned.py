@@ -210,7 +210,11 @@ def truth(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.smoke) if x == "functions of all indices" else x for x in CASES]
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.smoke) if x in ("functions of all indices", "relative bias") else x
+        for x in CASES
+    ],
 )
 def test_every_device_computes_its_share(name, shared):
     """Out and lse lie as the queries do; nothing is gathered; forward, no device waits for another."""
@@ -393,9 +397,10 @@ def test_the_kernels_of_one_device_lower(spec):
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
     q, k = shape(B, 64, 8, 64), shape(B, 64, 4, 64)
     bias, slopes, allowed = shape(8, 64, 64), shape(8, dtype=jnp.float32), shape(64, 1, dtype=jnp.bool_)
+    strip = shape(8, 127)
 
-    def run(q, k, v, bias, slopes, allowed):
-        score = scores.Alibi(slopes).then(scores.Custom(gain, jnp.ones((1, 1))))
+    def run(q, k, v, bias, slopes, allowed, strip):
+        score = scores.Alibi(slopes).then(scores.Custom(gain, jnp.ones((1, 1)))).then(scores.RelativeBias(strip))
         mask = masks.Causal() & masks.Custom(some_pairs, allowed)
         problem, operands = normalise(q, k, v, bias, mask, score=score)
         axes = (*(() if x is None else (x,) if isinstance(x, str) else x for x in spec), (), (), ())
@@ -404,11 +409,10 @@ def test_the_kernels_of_one_device_lower(spec):
         letters = letters_of_operands(operands)
         out, lse = call(hopper.backend(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
         arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
-        return call(
-            hopper.backend(Gpu.visible()).backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____")
-        )
+        gradients = QUERY, KEY, VALUE, "_NTS", "_N__", "____", "_ND"
+        return call(hopper.backend(Gpu.visible()).backward, arguments, letters, gradients)
 
-    assert kernels(run, q, k, k, bias, slopes, allowed) == 2
+    assert kernels(run, q, k, k, bias, slopes, allowed, strip) == 2
 
 
 def shards_of(shard, problem, kernel, arguments, letters, results):

@@ -88,7 +88,8 @@ def ring_attention(
       query_segment_ids: int [*B, T/R], this device's shard.
       key_value_segment_ids: int [*B, S/R], this device's shard; the ids travel with the keys. (Ids in a `masks.Segments`,
         as arrays of a mask, have all S columns.)
-      score: a `pallas_fa.scores.Score`, whose arrays have this device's rows and all columns.
+      score: a `pallas_fa.scores.Score`, whose arrays have this device's rows and all columns. The strip of a
+        `RelativeBias` has all T + S - 1 offsets.
       sinks: float [N] or [*B, N], the same on all devices of the ring; a sink counts once.
       implementation: 'mosaic_gpu', 'xla', a tuple of them, or None; computes each hop.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_fa.operands import diagonals
 
 ROWS = 64  # of a tile
+_COLUMNS = 128  # of the widest tile of gradients
 _PAST_THE_END = 128  # rows of a CTA that may follow the last whole tile
 
 
@@ -29,12 +30,12 @@ class Skewed:
     @property
     def origin(self) -> int:
         """Where the tile at row 0 and column 0 starts."""
-        return _round_up(self.rows - 1) + _PAST_THE_END
+        return _round_up(self.rows - 1, ROWS) + _PAST_THE_END
 
     @property
     def width(self) -> int:
-        """Columns in memory."""
-        return _round_up(self.origin + self.columns)
+        """Columns in memory: those of whole tiles."""
+        return self.origin + _round_up(self.columns, _COLUMNS)
 
     def start(self, row: Any, column: Any) -> Any:
         """Returns where the tile at this row and column starts."""
@@ -53,5 +54,5 @@ class Skewed:
         return dx
 
 
-def _round_up(size):
-    return -(-size // 64) * 64
+def _round_up(size, multiple):
+    return -(-size // multiple) * multiple
