@@ -16,6 +16,7 @@ from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement, from_zigzag, to_zigzag
 from pallas_fa.masks import Mask
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.layout import transpose
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import normalise
 
@@ -89,6 +90,7 @@ def all_to_all_attention(
       query_segment_ids: int [*B, T/R], this device's shard. The shards of all devices are gathered.
       key_value_segment_ids: int [*B, S/R], this device's shard.
       score: a `pallas_fa.scores.Score` of the whole problem.
+      layout: the order of the dims of query, key, value and output; "BNTH" is transposed before and after the exchange.
       sinks: float [N] or [*B, N], those of all heads.
 
     Returns:
@@ -103,7 +105,9 @@ def all_to_all_attention(
     checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_dropout(arguments)
     refuse_forward_mode(arguments)
-    local, _ = normalise(query, key, value)
+    local, _ = normalise(query, key, value, layout=arguments.pop("layout", None) or "BTNH")
+    layout = local.layout
+    query, key, value = (transpose(layout, jnp.asarray(x)) for x in (query, key, value))
     N, K = local.dims.N, local.K
     if N % size:
         raise ValueError(
@@ -146,5 +150,5 @@ def all_to_all_attention(
     score, own_mask = (None if tree is None else part.cut(tree).moved(part) for tree in (operands.score, operands.mask))
     operands = operands._replace(score=score, mask=own_mask, sinks=part.cut(operands.sinks))
     out, lse = run(problem.with_operands(operands), operands, implementation)
-    out, lse = shard(out, -2), shard(lse, -1)
+    out, lse = transpose(layout, shard(out, -2)), shard(lse, -1)
     return (out, lse) if return_residual else out

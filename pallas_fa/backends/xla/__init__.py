@@ -5,7 +5,7 @@ Its code is imported when it first runs.
 
 from typing import Any
 
-from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support
+from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
@@ -27,4 +27,4 @@ def _backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) ->
     return attention.backward(problem, residuals, d_out, d_lse)
 
 
-BACKEND = Backend("xla", _supports, _forward, _backward)
+BACKEND = Backend("xla", _supports, forward_in_btnh(_forward), backward_in_btnh(_backward))

@@ -25,11 +25,12 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Operands, Problem
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
-    """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
+    """Returns (out, [B, T, N, Hv] in the problem's layout, log-sum-exp [B, T, N] float32).
 
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
@@ -55,7 +56,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
         v,
         *arrays,
         out_type=(
-            jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
+            jax.ShapeDtypeStruct(ordered(problem.layout, (dims.B, dims.T, dims.N, problem.Hv)), problem.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),  # whole warpgroups
         ),
         ctas=plan.grid.ctas,

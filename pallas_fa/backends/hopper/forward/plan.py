@@ -38,7 +38,7 @@ class ForwardPlan:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
+        q, k, v, out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
         return OperandTiles(q, k, v, out)
