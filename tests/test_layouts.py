@@ -25,6 +25,7 @@ from tests.lowering import kernels
 from tests.test_partitioned import shared as shared
 from tests.test_sharding import close
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS = ("query", "key", "value")
 
 
@@ -51,7 +52,7 @@ def test_table(case, check, small_chunks):
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ("grouped heads", "odd head dims", "pairs, empty rows"))
+@pytest.mark.parametrize("name", ("odd head dims", "grouped heads", "pairs, empty rows"))
 def test_interpreted_forward(name):
     """Bitwise equal: only where tiles lie in memory differs."""
     case, config = test_kernel_interpreted.CASES[name]
@@ -67,7 +68,7 @@ def test_interpreted_forward(name):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-@pytest.mark.parametrize("name", ("empty rows", "unequal head dims", "head dim 256"))
+@pytest.mark.parametrize("name", ("unequal head dims", "empty rows", "head dim 256"))
 def test_interpreted_backward(name):
     case, keywords = test_backward_kernel.CASES[name]
     problem, operands = test_backward_kernel.problem_of(case, keywords)
@@ -162,7 +163,7 @@ def test_derivatives_and_vmap(rng):
     close(everything(of_btnh(attend))(*qkv), everything(attend)(*qkv))
 
 
-@pytest.mark.parametrize("name", ("lengths", "fewer key heads than shards", "key heads shared by some", "rows"))
+@pytest.mark.parametrize("name", ("key heads shared by some", "lengths", "rows", "fewer key heads than shards"))
 def test_arrays_that_jit_shards(name, shared):
     """Each device computes its share, as in the other layout."""
     case = test_partitioned.CASES[name]
@@ -190,8 +191,8 @@ def test_explicit_axes():
     ("name", "attention", "placement"),
     (
         ("lengths", ring_attention, "zigzag"),
-        ("causal", ring_attention, "zigzag"),
         ("lengths", all_to_all_attention, "contiguous"),
+        ("causal", ring_attention, "zigzag"),
     ),
 )
 def test_context_parallelism(name, attention, placement):

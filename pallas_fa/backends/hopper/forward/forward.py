@@ -44,7 +44,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
         arrays.append(schedule.table(found, plan.blocks.count, plan.blocks.count))
 
     if sinks is not None:
-        arrays.append(sinks[:, :, 0, 0].astype(jnp.float32))
+        arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
