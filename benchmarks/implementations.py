@@ -4,8 +4,8 @@ A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the libra
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
 `+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it. Our own `+deterministic` has
-gradients that are bitwise equal from run to run, and `+without` leaves out the sinks: it is what the call with them is
-compared with.
+gradients that are bitwise equal from run to run, and `+without` leaves out the sinks, and takes the same memory as an
+array of the usual layout: it is what the call with them is compared with.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ BACKENDS = {
     "jax.nn": ("None", "cudnn", "xla"),
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
 }
+TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
 OWN_FORMS = ("intervals", "deterministic", "without")
 FORMS = ("", *MASK_FORMS, "deterministic", "without")
@@ -44,7 +45,7 @@ class Implementation:
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
         if self.form == "without":
-            return workload.sinks
+            return workload.sinks or workload.layout != "BTNH"
         masked = workload.causal or bool(workload.window or workload.documents)
         return masked or self.form not in MASK_FORMS
 
@@ -68,7 +69,14 @@ class Implementation:
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
         """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
-        return _function(self.library)(**self.keywords(workload, arrays, masks), implementation=self.backend)
+        w, keywords = workload, self.keywords(workload, arrays, masks)
+        if w.layout == "BTNH" or self.form != "without":
+            return _function(self.library)(**keywords, implementation=self.backend)
+        tokens = {
+            name: x.reshape(x.shape[0], x.shape[2], x.shape[1], -1) for name, x in arrays.items() if name in TOKENS
+        }
+        out = _function(self.library)(**keywords | tokens, implementation=self.backend)
+        return out.reshape(w.out_shape().shape)
 
     def keywords(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the library's function, the implementation left out."""
@@ -79,8 +87,10 @@ class Implementation:
             if w.bias or w.relative:
                 raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
             kwargs["bias"] = masks["bias"]
-        if w.sinks and self.library != "pallas_fa":
-            raise NotImplementedError(f"{self.library} has no sinks")
+        if (w.sinks or w.layout != "BTNH") and self.library != "pallas_fa":
+            raise NotImplementedError(f"{self.library} has no {'sinks' if w.sinks else 'layouts'}")
+        if w.layout != "BTNH" and self.form != "without":
+            kwargs["layout"] = w.layout
         if w.sinks and self.form != "without":
             kwargs["sinks"] = arrays["sinks"]
         if w.relative and self.library == "pallas_fa":

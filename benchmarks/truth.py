@@ -52,6 +52,8 @@ def _entries(w: Workload) -> int:
 
 def _cut(w, rows, name, x):
     b, group = _entries(w), w.N // w.K
+    if name in ("out", "query", "key", "value") and w.layout != "BTNH":
+        x = jnp.swapaxes(x, 1, 2)
     if name in ("out", "query"):
         return x[-b:][:, rows, -group:]
     if name in ("key", "value"):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa.operands.layout import Layout, ordered
+
 BACKWARD_FLOPS = 2.5  # five matmuls against the forward's two, as the FlashAttention papers count
 FLOPS_FACTOR = {"forward": 1.0, "backward": BACKWARD_FLOPS, "fwdbwd": 1.0 + BACKWARD_FLOPS}
 
@@ -34,6 +36,7 @@ class Workload:
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
+    layout: Layout = "BTNH"  # of query, key, value and output
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
     relative: bool = False  # a bias of s - t, from an array `strip` [N, T + S - 1] with gradient
     timed: bool = True  # False: compiled for its memory only
@@ -51,6 +54,7 @@ class Workload:
         words += [f"bias({self.bias})"] if self.bias else []
         words += ["sinks"] if self.sinks else []
         words += ["relative_bias"] if self.relative else []
+        words += [self.layout] if self.layout != "BTNH" else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -94,9 +98,9 @@ class Workload:
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What gets gradients: query, key, value and, where there are any, bias, strip and sinks."""
         shapes: dict[str, tuple[int, ...]] = {
-            "query": (self.B, self.T, self.N, self.H),
-            "key": (self.B, self.S, self.K, self.H),
-            "value": (self.B, self.S, self.K, self.Hv),
+            "query": ordered(self.layout, (self.B, self.T, self.N, self.H)),
+            "key": ordered(self.layout, (self.B, self.S, self.K, self.H)),
+            "value": ordered(self.layout, (self.B, self.S, self.K, self.Hv)),
         }
         if (bias := self.bias_shape()) is not None:
             shapes["bias"] = bias
@@ -106,7 +110,7 @@ class Workload:
         return arrays | ({"sinks": jax.ShapeDtypeStruct((self.N,), jnp.dtype(jnp.float32))} if self.sinks else {})
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.B, self.T, self.N, self.Hv), jnp.dtype(self.dtype))
+        return jax.ShapeDtypeStruct(ordered(self.layout, (self.B, self.T, self.N, self.Hv)), jnp.dtype(self.dtype))
 
     def inputs(self, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Array]:
         """(random normal arrays of `shapes`, random normal cotangent of the output)."""
@@ -227,6 +231,8 @@ def _operands() -> list[Workload]:
             provenance="gpt-oss: a window of 128 keys",
         ),
         self_attention("h128-causal-4096-sinks", B=4, S=4096, N=16, H=128, causal=True, sinks=True, provenance=_PAPER),
+        self_attention("h128-causal-4096-bnth", B=4, S=4096, N=16, H=128, causal=True, layout="BNTH", provenance=_PAPER),
+        self_attention("h128-full-4096-bnth", B=4, S=4096, N=16, H=128, layout="BNTH", provenance=_PAPER),
     ]  # fmt: skip
 
 

@@ -96,6 +96,8 @@ def dot_product_attention(
       dropout_rate: refused unless 0; `pallas_fa.nn.attention_fn` has dropout.
       implementation: 'mosaic_gpu' (kernels for NVIDIA Hopper), 'xla' (any platform), 'reference' (dense, for tests; always
         differentiates forward-mode), a tuple of names to try in order, or None: the fastest that can do the call.
+      layout: "BTNH", or "BNTH" where query is [*B, N, T, H], key [*B, K, S, H] and value [*B, K, S, Hv], as in PyTorch; the
+        output is [*B, N, T, Hv] then. lse, bias and masks do not change, and the kernels copy nothing for it.
       config: tiles of the kernels, for tuning; None for the library's tables.
       return_residual: also return the log-sum-exp of the masked logits.
 

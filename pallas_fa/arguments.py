@@ -17,13 +17,17 @@ from pallas_fa import masks, scores
 from pallas_fa.masks.band import check_side
 from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.layout import LAYOUTS, Layout
 from pallas_fa.operands.pytree import is_array, is_static_number
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
 
 
 class Arguments(TypedDict, total=False):
-    """What a call may say beside query, key, value, bias and mask. Not given, flags are False, rates 0, all else None."""
+    """What a call may say beside query, key, value, bias and mask.
+
+    Not given, flags are False, rates 0, the layout is "BTNH", all else is None.
+    """
 
     scale: ArrayLike | None
     is_causal: bool
@@ -39,11 +43,12 @@ class Arguments(TypedDict, total=False):
     deterministic_gradients: bool
     forward_mode: bool
     dropout_rate: float
+    layout: Layout
     config: Any
 
 
 _NOT_GIVEN = {bool: False, float: 0.0}
-_DEFAULTS = {name: _NOT_GIVEN.get(kind) for name, kind in get_type_hints(Arguments).items()}
+_DEFAULTS = {name: _NOT_GIVEN.get(kind) for name, kind in get_type_hints(Arguments).items()} | {"layout": "BTNH"}
 FLAGS = tuple(name for name, default in _DEFAULTS.items() if default is False)
 
 
@@ -92,6 +97,16 @@ def dropout_rate(rate: Any) -> float:
             f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
         )
     return float(rate)
+
+
+def layout(layout: Any) -> Layout:
+    """`layout`, checked."""
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}, the orders of the dims of query, key, value"
+            " and output. Transpose other arrays; one of [*B, T, N * H] needs only a reshape to [*B, T, N, H]."
+        )
+    return layout
 
 
 def with_signature[F: Callable[..., Any]](fn: F) -> F:

@@ -18,12 +18,14 @@ from pallas_fa.arguments import Arguments
 from pallas_fa.masks.base import all_of
 from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.layout import Layout, ordered, transpose
 from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 
 
 class Operands(NamedTuple):
     """The arrays of one call, batch dims flattened: q [B,T,N,H], k [B,S,K,H], v [B,S,K,Hv], bound score and mask.
 
+    q, k and v, like out and their gradients, have the dims in the order of the problem's layout, lse is [B,T,N] always.
     Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or [B|1, N|1, T + S - 1] where they span the diagonals; sinks are
     [B|1, N, 1, 1]. Those of the mask have no gradient.
     """
@@ -80,16 +82,17 @@ class Problem:
     deterministic_gradients: bool = False
     forward_mode: bool = False
     dropout_rate: float = 0.0
+    layout: Layout = "BTNH"
     config: Any = None
 
     @classmethod
-    def of(cls, operands: Operands, batch: tuple[int, ...], **static: Any) -> "Problem":
+    def of(cls, operands: Operands, batch: tuple[int, ...], *, layout: Layout = "BTNH", **static: Any) -> "Problem":
         """The problem of `operands`, whose batch dims were `batch`; `static` is what no array tells."""
-        _, T, N, H = operands.q.shape
-        _, S, K, Hv = operands.v.shape
+        _, T, N, H = ordered(layout, operands.q.shape)
+        _, S, K, Hv = ordered(layout, operands.v.shape)
         dims, dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype)
         mask, score, sinks = map(_abstract, (operands.mask, operands.score, operands.sinks))
-        return cls(dims, K, H, Hv, dtype, mask=mask, score=score, sinks=sinks, **static)
+        return cls(dims, K, H, Hv, dtype, mask=mask, score=score, sinks=sinks, layout=layout, **static)
 
     def with_operands(self, operands: Operands) -> "Problem":
         """The same question about other operands: a part of the arrays, or another mask."""
@@ -97,6 +100,11 @@ class Problem:
         described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks")
         static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
         return Problem.of(operands, self.dims.batch if self.dims.B == B else (B,), **static)
+
+    def in_btnh(self, operands: Operands) -> tuple["Problem", Operands]:
+        """This problem and its operands in the layout "BTNH"."""
+        q, k, v = (transpose(self.layout, x) for x in (operands.q, operands.k, operands.v))
+        return dataclasses.replace(self, layout="BTNH"), operands._replace(q=q, k=k, v=v)
 
     @property
     def group(self) -> int:
@@ -126,7 +134,8 @@ def normalise(
     """
     given = checks.complete(arguments)
     q, k, v = (checks.float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    dims = _check_shapes(q, k, v)
+    layout = checks.layout(given["layout"])
+    dims = _check_shapes(q, k, v, layout)
     found = [
         checks.lengths_mask(dims, given["query_seq_lengths"], given["key_value_seq_lengths"]),
         masks.Causal() if given["is_causal"] else None,
@@ -153,6 +162,7 @@ def normalise(
         deterministic_gradients=bool(given["deterministic_gradients"]),
         forward_mode=bool(given["forward_mode"]),
         dropout_rate=checks.dropout_rate(given["dropout_rate"]),
+        layout=layout,
         config=given["config"],
     )
     return problem, operands
@@ -163,9 +173,14 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _check_shapes(q, k, v) -> Dims:
+def _check_shapes(q, k, v, layout) -> Dims:
     shapes = f"query.shape={q.shape}, key.shape={k.shape}, value.shape={v.shape}"
-    layout = "the layout is query [*B, T, N, H], key [*B, S, K, H], value [*B, S, K, Hv]"
+    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
+    other = "BNTH" if layout == "BTNH" else "BTNH"
+    q_dims, k_dims, v_dims = (
+        ", ".join(ordered(layout, x)) for x in (("*B", "T", "N", "H"), ("*B", "S", "K", "H"), ("*B", "S", "K", "Hv"))
+    )
+    layout = f"the layout is query [{q_dims}], key [{k_dims}], value [{v_dims}]"
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 3:
             remedy = (
@@ -188,9 +203,9 @@ def _check_shapes(q, k, v) -> Dims:
         raise ValueError(
             f"the batch dims differ: {shapes}; {layout}. Broadcast them to one batch with jnp.broadcast_to."
         )
-    if k.shape[-3] != v.shape[-3]:
+    if k.shape[length] != v.shape[length]:
         raise ValueError(f"key and value have different lengths S: {shapes}; {layout}. Give each key one value.")
-    if k.shape[-2] != v.shape[-2]:
+    if k.shape[heads] != v.shape[heads]:
         raise ValueError(
             f"key and value have different numbers of heads K: {shapes}; {layout}. Repeat the fewer heads."
         )
@@ -198,10 +213,10 @@ def _check_shapes(q, k, v) -> Dims:
         raise ValueError(f"query and key have different head dims H: {shapes}; {layout}. Project them to one head dim.")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"a head dim is 0: {shapes}. Head dims must be at least 1.")
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
+    N, K = q.shape[heads], k.shape[heads]
+    if K == 0 or N % K:
         raise ValueError(
-            f"query has N={heads} heads and key has K={kv_heads}: N must be a multiple of K, since query head n reads key"
-            f" head n // (N // K); {shapes}. If heads and length are swapped, transpose: {layout}."
+            f"query has N={N} heads and key has K={K}: N must be a multiple of K, since query head n reads key"
+            f" head n // (N // K); {shapes}. If heads and length are swapped, pass layout={other!r} or transpose: {layout}."
         )
-    return Dims(batch=tuple(q.shape[:-3]), T=q.shape[-3], S=k.shape[-3], N=heads)
+    return Dims(batch=tuple(q.shape[:-3]), T=q.shape[length], S=k.shape[length], N=N)

@@ -51,11 +51,16 @@ def precision_of(case: Case) -> Any:
 
 
 def library(inputs: Inputs, implementation: str | None, **options: Any) -> Any:
-    """The library on `inputs`, with more `options`, as a function (q, k, v, arrays) -> (out, lse)."""
+    """The library on `inputs`, with more `options`, as a function (q, k, v, arrays) -> (out, lse).
+
+    Its arrays are BTNH whatever the option `layout` is.
+    """
+    other = lambda x: jnp.swapaxes(x, -3, -2) if options.get("layout") == "BNTH" else x
 
     def attention(q, k, v, arrays):
         keywords = dict(**inputs.keywords(arrays), implementation=implementation, **options)
-        return pallas_fa.dot_product_attention(q, k, v, **keywords, return_residual=True)
+        out, lse = pallas_fa.dot_product_attention(*map(other, (q, k, v)), **keywords, return_residual=True)
+        return other(out), lse
 
     return attention
 

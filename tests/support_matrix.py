@@ -28,6 +28,11 @@ def _call(
     return [jax.ShapeDtypeStruct(*x) for x in shapes], keywords or (lambda: {})
 
 
+def _call_bnth():
+    arrays = [jax.ShapeDtypeStruct((B, heads, length, 64), jnp.bfloat16) for heads, length in ((N, T), (K, S), (K, S))]
+    return arrays, lambda: {"layout": "BNTH"}
+
+
 def _always(**keywords: Any):
     return _call(keywords=lambda: keywords)
 
@@ -79,6 +84,7 @@ FEATURES = {
     ),
     "`scores.Custom` with an array": _call(((N, 1, 1), _FLOAT), keywords=lambda x: {"score": scores.Custom(_gain, x)}),
     "`sinks`, with their gradient": _call(((N,), _FLOAT), keywords=lambda x: {"sinks": x}),
+    '`layout="BNTH"`': _call_bnth(),
     "`deterministic_gradients=True`": _always(deterministic_gradients=True),
     "the same with a shared bias `[N, T, S]`": _call(
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x, "deterministic_gradients": True}

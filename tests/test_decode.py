@@ -63,6 +63,18 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("K", [2, N])
+def test_the_other_layout(K):
+    q, k, v = inputs(3, K=K)
+    keywords = {"mask": BOTTOM_RIGHT, "sinks": jnp.zeros(N)}
+    (out, lse), _ = interpreted(*normalise(q, k, v, **keywords), decode)
+    transposed = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    (other, other_lse), races = interpreted(*normalise(*transposed, layout="BNTH", **keywords), decode)
+    assert not races
+    np.testing.assert_array_equal(np.asarray(jnp.swapaxes(other, 1, 2), np.float32), np.asarray(out, np.float32))
+    np.testing.assert_allclose(other_lse, lse, rtol=1e-6)
+
+
 def test_padding_may_hold_nan():
     q, k, v = inputs(2)
     padded = [x.at[0, LENGTHS[0] :].set(jnp.nan) for x in (k, v)]

@@ -20,7 +20,7 @@ from pallas_fa import masks, scores
 from pallas_fa.backends import choice, hopper
 from pallas_fa.backends import xla as xla_backend
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.record import Backend
+from pallas_fa.backends.record import Backend, backward_in_btnh, forward_in_btnh
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
 from pallas_fa.sharding import partitioned
@@ -39,7 +39,8 @@ HEADS = P("data", None, "model")
 @pytest.fixture
 def shared(monkeypatch):
     """'xla' as the kernels are called: a black box that each device runs on its shard."""
-    forward, backward = partitioned.forward(xla.forward), partitioned.backward(_backward)
+    forward = partitioned.forward(forward_in_btnh(xla.forward))
+    backward = partitioned.backward(backward_in_btnh(_backward))
     others = [backend for backend in choice.backends() if backend.name != "xla"]
     monkeypatch.setattr(
         choice, "backends", lambda: (*others, Backend("xla", xla_backend.BACKEND.supports, forward, backward))

@@ -17,6 +17,7 @@ from models.step import init_state, make_optimizer, make_train_step
 from pallas_fa.nn import attention_fn
 
 B, T, N, H = 2, 16, 4, 8
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 IMPLEMENTATIONS = ("xla", "reference")
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.record import NO_TILES, Backend, Support
+from pallas_fa.backends.record import NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
@@ -55,4 +55,11 @@ def _supports(problem: Problem) -> Support:
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 
-BACKEND = Backend("reference", _supports, attention, _backward, by_default=False, plain=True)
+BACKEND = Backend(
+    "reference",
+    _supports,
+    forward_in_btnh(attention),
+    backward_in_btnh(_backward),
+    by_default=False,
+    plain=True,
+)

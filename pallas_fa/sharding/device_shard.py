@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from pallas_fa.operands import diagonals
+from pallas_fa.operands.layout import Layout, ordered
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.sharding.mesh_axes import Axes, SubAxes, dividing_axes, shard_count
@@ -31,10 +32,16 @@ def letters_of(x: Any) -> str:
     return "".join(letter if size > 1 else "_" for letter, size in zip(letters, x.shape, strict=True))
 
 
-def letters_of_operands(operands: Operands) -> Operands:
+def letters_of_operands(operands: Operands, layout: Layout = "BTNH") -> Operands:
     """Returns `operands` with each array replaced by its letters."""
     letters = jax.tree.map(letters_of, operands._replace(q=None, k=None, v=None))
-    return letters._replace(q=QUERY, k=KEY, v=VALUE)
+    q, k, v = in_layout(layout, QUERY, KEY, VALUE)
+    return letters._replace(q=q, k=k, v=v)
+
+
+def in_layout(layout: Layout, *letters: str) -> tuple[str, ...]:
+    """Returns letters such as `QUERY` in the order of `layout`."""
+    return tuple("".join(ordered(layout, x)) for x in letters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +108,8 @@ class DeviceShard:
         if axes["K"] != axes["N"]:  # this device holds key heads that its query heads do not read
             run_length = math.gcd(problem.group, size["N"])  # consecutive query heads that read one key head
             heads = (start["N"] + run_length * jnp.arange(size["N"] // run_length)) // problem.group - start["K"]
-            k, v = (jnp.take(x, heads, axis=2, mode="clip") for x in (k, v))  # all are in range
+            axis = ordered(problem.layout, range(4)).index(2)
+            k, v = (jnp.take(x, heads, axis=axis, mode="clip") for x in (k, v))  # all are in range
         local = operands._replace(k=k, v=v, score=score, mask=mask)
         first = first._replace(operands=local) if isinstance(first, Residuals) else local
         local_results = list(kernel(problem.with_operands(local), first, *rest))
@@ -124,7 +132,9 @@ class DeviceShard:
             return x
         total = x.astype(problem.acc_dtype)
         if "K" in letters and heads is not None:
-            total = jnp.zeros((*x.shape[:2], K, x.shape[3]), total.dtype).at[:, :, heads].add(total)
+            axis = letters.index("K") - len(letters)  # letters of mapped dims come first
+            shape = (*x.shape[:axis], K, *x.shape[axis + 1 :])
+            total = jnp.zeros(shape, total.dtype).at[(..., heads, *(slice(None),) * (-axis - 1))].add(total)
         return lax.psum(total, tuple(sorted(summed_axes))).astype(x.dtype)
 
 

@@ -1,10 +1,12 @@
 """The query heads of one key head as rows of one tile: they read the same keys, which are then loaded once.
 
 Query t of head n = k * group + g becomes row t * group + g of key head k. In a problem of such rows every query head has
-a key head of its own; its masks and scores are those of the call, asked at the head and the query of a row.
+a key head of its own; its masks and scores are those of the call, asked at the head and the query of a row. Rows lie
+together in memory, [B, K, rows, H]: with one query, that is how the heads lie already.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,36 +17,38 @@ from jax import lax
 from pallas_fa.masks.base import And, Mask, all_of, parts_of
 from pallas_fa.masks.lengths import Lengths, lengths_of
 from pallas_fa.operands import diagonals
+from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.intervals import Range
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import Score
 
 
-def of_operands(operands: Operands, group: int) -> Operands:
-    """Returns operands whose queries are rows: q [B, T * group, K, H], arrays [B|1, K|1, T * group|1, S|1]; no sinks."""
-    q, k, v, score, mask, _ = operands
-    B, T, N, H = q.shape
-    rows = jnp.swapaxes(q.reshape(B, T, N // group, group, H), 2, 3).reshape(B, T * group, N // group, H)
-    score, mask = jax.tree.map(lambda x: _array(x, T, group), (score, mask))
-    score = None if score is None else _GroupedScore(score, group)
-    mask = None if mask is None else _of_mask(mask, group)
-    return Operands(rows, k, v, score, mask)
+def of_operands(problem: Problem, operands: Operands) -> Operands:
+    """Returns operands whose queries are rows: q [B, K, T * group, H], arrays [B|1, K|1, T * group|1, S|1]."""
+    dims, group = problem.dims, problem.group
+    by_query = ordered(problem.layout, (0, 1, 2, 3))
+    q = operands.q.transpose(by_query).reshape(dims.B, dims.T, problem.K, group, problem.H)
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(dims.B, problem.K, dims.T * group, problem.H)
+    return operands._replace(q=rows, score=_of_score(problem, operands.score), mask=_of_mask(problem, operands.mask))
 
 
 def of_problem(problem: Problem) -> Problem:
     """Returns the problem of rows."""
-    dims, shape = problem.dims, jax.ShapeDtypeStruct
-    q = shape((dims.B, dims.T, dims.N, problem.H), problem.dtype)
-    k, v = (shape((dims.B, dims.S, problem.K, size), problem.dtype) for size in (problem.H, problem.Hv))
-    operands = Operands(q, k, v, problem.score, problem.mask)
-    return problem.with_operands(jax.eval_shape(lambda x: of_operands(x, problem.group), operands))
+    dims = problem.dims
+    rows = Dims(dims.batch, dims.T * problem.group, dims.S, problem.K)
+    mask, score = (
+        jax.eval_shape(functools.partial(of, problem), tree)
+        for of, tree in ((_of_mask, problem.mask), (_of_score, problem.score))
+    )
+    return dataclasses.replace(problem, dims=rows, mask=mask, score=score)
 
 
-def per_query(x: Any, group: int) -> Any:
-    """Returns [B, T * group, K, ...] of rows as [B, T, N, ...]."""
-    B, rows, K, *rest = x.shape
-    x = jnp.swapaxes(x.reshape(B, rows // group, group, K, *rest), 2, 3)
-    return x.reshape(B, rows // group, K * group, *rest)
+def per_query(problem: Problem, x: Any) -> Any:
+    """Returns [B, K, T * group, ...] of rows as [B, T, N, ...] of queries, in the order "BTNH"."""
+    dims, rest = problem.dims, x.shape[3:]
+    x = x.reshape(dims.B, problem.K, dims.T, problem.group, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(dims.B, dims.T, dims.N, *rest)
 
 
 def has_rows(problem: Problem) -> bool:
@@ -86,7 +90,17 @@ def _array(x, T, group):
     return jnp.swapaxes(x, 2, 3).reshape(B, N // group, T * group, S)
 
 
-def _of_mask(mask, group):
+def _of_score(problem, score):
+    if score is None:
+        return None
+    return _GroupedScore(jax.tree.map(lambda x: _array(x, problem.dims.T, problem.group), score), problem.group)
+
+
+def _of_mask(problem, mask):
+    if mask is None:
+        return None
+    group = problem.group
+    mask = jax.tree.map(lambda x: _array(x, problem.dims.T, group), mask)
     lengths = parts_of(mask, Lengths)
     others = [part for part in parts_of(mask, Mask) if not isinstance(part, Lengths)]
     scaled = [Lengths(None if x.q_lengths is None else x.q_lengths * group, x.kv_lengths) for x in lengths]

@@ -27,7 +27,9 @@ def row_statistics(problem: Problem, residuals: Residuals, d_out: Any, d_lse: An
     """
     operands, out, lse = residuals
     zero_padding = lambda x: tile.zero_padding(x[..., None], lengths_of(operands.mask).q_lengths)[..., 0]
-    products = jnp.einsum("bthd,bthd->bth", out, d_out, preferred_element_type=jnp.float32)
+    dims = "bthd" if problem.layout == "BTNH" else "bhtd"
+    products = jnp.einsum(f"{dims},{dims}->{dims[:3]}", out, d_out, preferred_element_type=jnp.float32)
+    products = products if problem.layout == "BTNH" else jnp.swapaxes(products, 1, 2)
     d_sinks = ()
     if operands.sinks is not None:
         # out is 0 in padded rows, but d_out may be NaN there.

@@ -17,15 +17,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.operands.layout import Layout, ordered
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How tiles of one operand [B, length, heads, dim] lie in shared memory."""
+    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory."""
 
     length: int
     dim: int
     dtype: np.dtype
+    layout: Layout
     interpret: bool
     in_chunks: bool = False
 
@@ -71,12 +73,15 @@ class Tiles:
     def load(self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any) -> None:
         """Starts copying rows of one head into a tile; arrives on `barrier` `chunks` times."""
         for i in range(self.chunks):
-            plgpu.copy_gmem_to_smem(gmem.at[b, rows, head, self._columns(i)], copied.at[i], barrier)
+            plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i), copied.at[i], barrier)
 
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
         for i in range(self.chunks):
-            plgpu.copy_smem_to_gmem(copied.at[i], gmem.at[b, rows, head, self._columns(i)])
+            plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i))
+
+    def _part(self, gmem, b, rows, head, i):
+        return gmem.at[ordered(self.layout, (b, rows, head, self._columns(i)))]
 
     def _columns(self, i):
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.

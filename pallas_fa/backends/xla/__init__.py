@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support
+from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 
@@ -44,4 +44,4 @@ def _backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) ->
     return attention.backward(problem, residuals, d_out, d_lse)
 
 
-BACKEND = Backend("xla", _supports, _forward, _backward)
+BACKEND = Backend("xla", _supports, forward_in_btnh(_forward), backward_in_btnh(_backward))

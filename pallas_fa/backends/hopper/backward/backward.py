@@ -24,6 +24,7 @@ from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
 from pallas_fa.backends.hopper.head_dims import padded_backward
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores.base import float_arrays
 
@@ -115,7 +116,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
     found = {}
     if dq:
         sums, claims = (results.pop(0), added.pop(0)) if first_store else (added.pop(0), None)
-        found["dq"] = _dq(plan, sums, claims)
+        found["dq"] = _dq(plan, dq, sums, claims)
     found |= dict(zip(plan.kind.stored, results, strict=False))
     by_array = dict(zip(scores.summed, results[len(plan.kind.stored) :], strict=True))
     by_array |= dict(zip(scores.added, added, strict=True))
@@ -125,14 +126,18 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
     return found
 
 
-def _dq(plan, sums, claims=None):
+def _dq(plan, dq, sums, claims=None):
     """dQ from its sums in device memory; tiles that no CTA has claimed may hold anything."""
     problem = plan.problem
     if claims is not None and (problem.mask is not None or plan.interpret):
-        is_there = jnp.repeat(claims > 0, plan.config.width, axis=-1)[..., : sums.shape[-3]]
-        sums = jnp.where(jnp.swapaxes(is_there, -2, -1)[..., None], sums, 0)
+        rows = sums.shape[-3 if dq.layout == "BTNH" else -2]
+        is_there = jnp.repeat(claims > 0, plan.config.width, axis=-1)[..., :rows]  # [.., N, T]
+        is_there = jnp.swapaxes(is_there, -2, -1) if dq.layout == "BTNH" else is_there
+        sums = jnp.where(is_there[..., None], sums, 0)
     sums = sums.sum(axis=0) if plan.interpret else sums
-    return (sums[:, : problem.dims.T, :, : problem.H] * problem.scale).astype(problem.dtype)
+    everything = slice(None)
+    present = ordered(dq.layout, (everything, slice(problem.dims.T), everything, slice(problem.H)))
+    return (sums[present] * problem.scale).astype(problem.dtype)
 
 
 def _array_gradient(plan, i, d, x):

@@ -75,7 +75,7 @@ class BackwardPlan:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, d_out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
+        q, k, v, d_out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
         return OperandTiles(k, v, q, d_out) if self.kind.keys_stationary else OperandTiles(q, d_out, k, v)
@@ -133,7 +133,7 @@ class BackwardPlan:
         if not self.kind.fused:
             return None
         padded_dim, warps = self.tiles.stationary_qk.padded_dim, self.order.store_warps
-        sizes = self.problem.dims, padded_dim, self.visits.blocks, self.visits.tiles
+        sizes = self.problem.dims, self.problem.layout, padded_dim, self.visits.blocks, self.visits.tiles
         return DqSums(self.config, *sizes, warps, self.interpret)
 
     def added_shape(self, i: int) -> tuple[int, ...]:

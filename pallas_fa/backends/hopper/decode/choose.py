@@ -42,9 +42,10 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan of the problem of rows, with the tiles that the call names, or with those chosen here."""
     named = problem.config and problem.config.forward
     rows = as_kernel_sees(problem)
+    plan_of = lambda tiles: ForwardPlan(rows, tiles, interpret, rows_first=rows is not problem)
     if named:
-        return ForwardPlan(rows, named, interpret)
-    plans = [ForwardPlan(rows, tiles, interpret) for tiles in _TILES]
+        return plan_of(named)
+    plans = [plan_of(tiles) for tiles in _TILES]
     split = [dataclasses.replace(p, config=dataclasses.replace(p.config, kv_splits=_splits(p, gpu))) for p in plans]
     return first_that_fits([*split, *plans], on_gpu, gpu)
 

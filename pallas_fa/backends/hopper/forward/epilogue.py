@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
 
@@ -33,12 +34,13 @@ def store(
       sink: the logit of the head's sink, a scalar; None without sinks.
     """
     total = l.sum(axis=1)
+    if sink is not None:
+        m, total, rescale = _with_sink(sink, m, total, unit)
     empty = total == 0
     factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
-    lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
     if sink is not None:
-        lse, keys_share = _with_sink(lse, jnp.broadcast_to(sink, lse.shape))
-        factor = factor * keys_share
+        factor = factor * rescale
+    lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
     if plan.blocks.pairs:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
@@ -61,14 +63,13 @@ def store(
         pl.when(t0 < plan.problem.dims.T)(store_lse)
 
 
-def _with_sink(lse, sink):
-    """Returns the log-sum-exp with a sink, and the probability that all keys have together."""
-    top = jnp.maximum(lse, sink)
+def _with_sink(sink, m, total, unit):
+    """Returns (maximum, row sum, factor of the sums so far), where the sink is one more logit of each row."""
+    sink = jnp.broadcast_to(sink * (1 / unit), m.shape)
+    top = jnp.maximum(m, sink)
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    keys, total = jnp.exp(lse - top), jnp.exp(lse - top) + jnp.exp(sink - top)
-    is_empty = total == 0
-    total = jnp.where(is_empty, 1.0, total)
-    return jnp.where(is_empty, -jnp.inf, top + jnp.log(total)), keys / total
+    rescale, weight = (jnp.exp2((x - top) * (unit * LOG2E)) for x in (m, sink))
+    return top, total * rescale + weight, rescale
 
 
 def times_rows(chunks: tuple[Any, ...], factor: Any) -> tuple[Any, ...]:

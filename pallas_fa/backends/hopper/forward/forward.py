@@ -26,12 +26,13 @@ from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.backends.hopper.head_dims import padded_forward
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Operands, Problem
 
 
 @padded_forward
 def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
-    """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
+    """Returns (out, [B, T, N, Hv] in the problem's layout, log-sum-exp [B, T, N] float32).
 
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
@@ -53,7 +54,8 @@ def visit_table(plan: ForwardPlan, mask: Any) -> Any:
 def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     """Returns (out, lse [B * kv_splits, N, rows]): lse of whole warpgroups, partial results if the keys are split.
 
-    `out` is [B, T, N, Hv], or [B * kv_splits, T, N, Hv] in float32. `visits`: the visit table, if the plan has one.
+    `out` is [B, T, N, Hv] in the plan's query layout, or [B * kv_splits, ...] in float32. `visits`: the visit table, if the
+    plan has one.
     """
     q, k, v, score, mask, sinks = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
@@ -61,7 +63,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     if visits is not None:
         arrays.append(visits)
     if sinks is not None:
-        arrays.append(sinks[:, :, 0, 0].astype(jnp.float32))
+        arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -74,7 +76,9 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         v,
         *arrays,
         out_type=(
-            jax.ShapeDtypeStruct((entries, dims.T, dims.N, problem.Hv), plan.tiles.out.dtype),
+            jax.ShapeDtypeStruct(
+                ordered(plan.query_layout, (entries, dims.T, dims.N, problem.Hv)), plan.tiles.out.dtype
+            ),
             jax.ShapeDtypeStruct((entries, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),
         ),
         ctas=plan.grid.ctas,

@@ -14,6 +14,7 @@ from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands.layout import Layout
 from pallas_fa.problem import Problem
 
 
@@ -33,16 +34,25 @@ class ForwardPlan:
     problem: Problem
     config: ForwardConfig
     interpret: bool = False
+    rows_first: bool = False  # queries and output are in the layout "BNTH", whatever the problem's is
+
+    @property
+    def query_layout(self) -> Layout:
+        """The layout of queries and output."""
+        return "BNTH" if self.rows_first else self.problem.layout
 
     @functools.cached_property
     def tiles(self) -> OperandTiles:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
+        layouts = self.query_layout, problem.layout, problem.layout, self.query_layout
+        q, k, v, out = (
+            Tiles(*shape, problem.dtype, layout, self.interpret) for shape, layout in zip(shapes, layouts, strict=True)
+        )
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         if self.config.kv_splits > 1:  # partial results are float32
-            out = Tiles(T, problem.Hv, np.dtype(np.float32), self.interpret, in_chunks=True)
+            out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
         return OperandTiles(q, k, v, out)
