@@ -38,7 +38,7 @@ MUTATIONS = (
     Mutation("masks/segments.py", "return self.q_ids == self.kv_ids", "return self.q_ids <= self.kv_ids", MASKS),
     Mutation("masks/lengths.py", "t < self.q_lengths", "t <= self.q_lengths", MASKS),
     Mutation("masks/key_intervals.py", "starts < _of_columns(s_hi)", "starts < _of_columns(s_lo)", INTERVALS),
-    Mutation("masks/key_intervals.py", "KeyIntervals(starts, jnp.maximum(starts, ends))", "KeyIntervals(starts, ends)", MASKS),
+    Mutation("masks/key_intervals.py", "(starts, jnp.maximum(starts, ends))", "(starts, ends)", MASKS),
     Mutation("masks/base.py", "return intervals.maximum(*los)", "return intervals.minimum(*los)", MASKS),
     Mutation("masks/base.py", "intervals.where(a < b, b, -UNBOUNDED)", "intervals.where(a < b, a, -UNBOUNDED)", MASKS),
     Mutation("masks/tile_ranges.py", "hit &= (bits & other_bits) != 0", "hit &= (bits & other_bits) == 0", MASKS),
