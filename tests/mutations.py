@@ -27,6 +27,7 @@ class Mutation(NamedTuple):
     tests: str
 
 
+INTERVALS = "tests/test_documents.py -k ranges"
 MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests/test_backward_kernel.py -k interpreted"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
@@ -36,6 +37,8 @@ MUTATIONS = (
     Mutation("masks/band.py", "subtract(t_hi - 1, left)", "subtract(t_lo, left)", MASKS),
     Mutation("masks/segments.py", "return self.q_ids == self.kv_ids", "return self.q_ids <= self.kv_ids", MASKS),
     Mutation("masks/lengths.py", "t < self.q_lengths", "t <= self.q_lengths", MASKS),
+    Mutation("masks/key_intervals.py", "starts < _of_columns(s_hi)", "starts < _of_columns(s_lo)", INTERVALS),
+    Mutation("masks/key_intervals.py", "(starts, jnp.maximum(starts, ends))", "(starts, ends)", MASKS),
     Mutation("masks/base.py", "return intervals.maximum(*los)", "return intervals.minimum(*los)", MASKS),
     Mutation("masks/base.py", "intervals.where(a < b, b, -UNBOUNDED)", "intervals.where(a < b, a, -UNBOUNDED)", MASKS),
     Mutation("masks/tile_ranges.py", "hit &= (bits & other_bits) != 0", "hit &= (bits & other_bits) == 0", MASKS),
