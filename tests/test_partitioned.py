@@ -129,6 +129,10 @@ class Case:
         return {**tokens(*self.heads), **self.arrays}
 
 
+# Per head, in blocks that shards of rows do not respect: computed from a function, and whole blocks.
+BLOCKS = masks.block_mask(
+    masks.Custom(lambda b, n, t, s: (n + t // 5 + s // 3) % 3 > 0), T, S, (5, 3), heads=8
+) & masks.BlockMask(normal((B, 1, 4, 6)) < 0.7, (7, 3))
 REPLICATED_KEYS = {"key": P(), "value": P()}
 BATCH_ALONE = {"key": P("data"), "value": P("data")}
 CASES = {
@@ -168,6 +172,13 @@ CASES = {
         {"key_value_seq_lengths": np.array([16, 5, 2, 0]), "query_seq_lengths": np.array([24, 3, 0, 9])},
         REPLICATED_KEYS,
         {"local_window_size": (3, 1)},
+    ),
+    "rows of a block mask": Case(
+        P("data", "rows", "model"),
+        {},
+        {"key": HEADS, "value": HEADS},
+        {"mask": BLOCKS},
+        mesh=(2, 2, 2),
     ),
     "functions of all indices": Case(
         P("data", "rows", "model"),

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_fa.masks.base import EVERYTHING, Mask
+from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask
+from pallas_fa.operands import intervals
 from pallas_fa.operands.part import AtGlobalIndices
 from pallas_fa.operands.pytree import is_array
 
@@ -58,6 +60,15 @@ class Custom(Mask):
 
     def allowed(self, b, n, t, s):
         return self.fn(b, n, t, s, *self.arrays)
+
+    def tile_states(self, queries, keys):
+        if self.ranges is None:
+            return Mask.tile_states(self, queries, keys)
+        return intervals.minimum(self.ranges.tile_states(queries, keys), np.int8(BOUNDARY))
+
+    @property
+    def has_blocks(self):
+        return self.ranges is not None and self.ranges.has_blocks
 
     def kv_range(self, t_lo, t_hi):
         return EVERYTHING if self.ranges is None else self.ranges.kv_range(t_lo, t_hi)

@@ -24,8 +24,10 @@ UNSHARDED = "HSV"  # dims that every device needs whole, in their order in the a
 
 
 def letters_of(x: Any) -> str:
-    """Returns the letters of an array of a mask or a score, [B|1, N|1, T|1, S|1]."""
-    return "".join(letter if size > 1 else "_" for letter, size in zip("BNTS", x.shape, strict=True))
+    """Returns the letters of an array of a mask or a score, [B|1, N|1, T|1, S|1] and dims of its own."""
+    return "".join(letter if size > 1 else "_" for letter, size in zip("BNTS", x.shape, strict=False)).ljust(
+        x.ndim, "_"
+    )
 
 
 def letters_of_operands(operands: Operands) -> Operands:
