@@ -89,6 +89,15 @@ class Mask(Node):
         """Whether a `BlockMask` in it says what is worth visiting."""
         return False
 
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> "Mask":
+        """Returns this bound mask as a kernel tests it inside of tiles that `tile_states` calls boundary tiles.
+
+        Args:
+          sizes: queries and keys.
+          tiles: positions of their tiles.
+        """
+        return self
+
     def bind(self, dims: Dims, lengths: Any) -> "Mask":
         """Returns this mask bound to one call: arrays checked and shaped [B|1, N|1, T|1, S|1], alignment resolved.
 
@@ -142,6 +151,9 @@ class And(Mask):
     def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         return intervals.minimum(*(part.tile_states(queries, keys) for part in self.parts))
 
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
+        return And(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
+
     @property
     def has_blocks(self) -> bool:
         return any(part.has_blocks for part in self.parts)
@@ -183,6 +195,9 @@ class Or(Mask):
 
     def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         return intervals.maximum(*(part.tile_states(queries, keys) for part in self.parts))
+
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
+        return Or(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
 
     @property
     def has_blocks(self) -> bool:

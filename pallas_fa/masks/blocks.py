@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_fa.masks import tile_ranges
 from pallas_fa.masks.base import BOUNDARY, EMPTY, FULL, Mask, Tiles
+from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.masks.lengths import Lengths
 from pallas_fa.operands import intervals
 from pallas_fa.operands.dims import Dims
@@ -106,6 +107,19 @@ class BlockMask(Mask):
         pool = lambda reduce: self._pooled(self._pooled(self._states, 2, queries, reduce), 3, keys, reduce)
         return jnp.where(pool(jnp.min) == FULL, FULL, jnp.minimum(pool(jnp.max), BOUNDARY)).astype(jnp.int8)
 
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
+        if self.mask is not None:
+            return self.mask.in_tiles(sizes, tiles)
+        x, counts = self._states > EMPTY, []
+        for axis in (3, 2):
+            starts = np.arange(0, sizes[axis - 2], tiles[axis - 2])
+            first, _, count = self._touched(axis, starts, np.minimum(starts + tiles[axis - 2], sizes[axis - 2]))
+            index = first[:, None] + (np.arange(count) - first[:, None]) % count
+            x, counts = jnp.take(x, index, axis=axis, mode="clip"), [count, *counts]
+        bits = np.arange(counts[0] * counts[1], dtype=np.int32).reshape(1, 1, 1, counts[0], 1, counts[1])
+        words = jnp.sum(x.astype(jnp.int32) << bits, axis=(3, 5), dtype=jnp.int32)
+        return BlockBits(words[:, :, None, None], self.block, (counts[0], counts[1]), self.t0, self.s0)
+
     @property
     def _states(self):
         return jnp.asarray(self.blocks)[:, :, 0, 0]
@@ -114,15 +128,20 @@ class BlockMask(Mask):
         start = self.s0 if axis == 3 else self.t0
         return start.reshape(()) if is_array(start) else start
 
+    def _touched(self, axis, lo, hi):
+        """(the first block that each tile touches along an axis of [B, N, T, S], the last, how many any may touch)."""
+        lo, hi = np.atleast_1d(lo), np.atleast_1d(hi)
+        block, start = self.block[axis - 2], self._start(axis)
+        first, last = (lo + start) // block, (hi - 1 + start) // block
+        if is_array(start):  # wherever a tile starts
+            return first, last, int((hi - lo).max() + block - 2) // block + 1
+        return first, last, max(int((last - first).max()) + 1, 1)
+
     def _pooled(self, x, axis, tiles, reduce):
         """Reduces the blocks that each tile touches, along an axis of [B|1, N|1, blocks, blocks], to one value."""
-        lo, hi = (np.atleast_1d(x) for x in tiles)
-        block, start = self.block[axis - 2], self._start(axis)
-        touched = int((hi - lo).max() + block - 2) // block + 1  # at most, wherever the tile starts
-        first, last = (lo + start) // block, (hi - 1 + start) // block
-        xnp = intervals.array_module(first)
-        index = xnp.minimum(first[:, None] + np.arange(touched), last[:, None])
-        return reduce(jnp.take(x, xnp.clip(index, 0, x.shape[axis] - 1), axis=axis), axis=axis + 1)
+        first, last, count = self._touched(axis, *tiles)
+        index = intervals.minimum(first[:, None] + np.arange(count), last[:, None])
+        return reduce(jnp.take(x, index, axis=axis, mode="clip"), axis=axis + 1)
 
     def _range(self, answer, hit, axis):
         """`answer` is of `tile_ranges`; `hit`: bool [B|1, N|1, ..], where `axis` has the blocks and the other the tiles."""

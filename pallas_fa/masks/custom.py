@@ -66,6 +66,9 @@ class Custom(Mask):
             return Mask.tile_states(self, queries, keys)
         return intervals.minimum(self.ranges.tile_states(queries, keys), np.int8(BOUNDARY))
 
+    def in_tiles(self, sizes, tiles):
+        return Custom(self.fn, *self.arrays) if self.has_blocks else self
+
     @property
     def has_blocks(self):
         return self.ranges is not None and self.ranges.has_blocks

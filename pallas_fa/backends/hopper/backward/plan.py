@@ -80,7 +80,9 @@ class BackwardPlan:
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; rows have one value per streamed position, columns one per stationary position."""
-        return KernelArrays.of(self.problem.score, self.problem.mask, transposed=self.kind.keys_stationary)
+        mask = self.problem.mask
+        mask = jax.eval_shape(self.visits.in_tiles, mask) if self.visits.listed else mask
+        return KernelArrays.of(self.problem.score, mask, transposed=self.kind.keys_stationary)
 
     @functools.cached_property
     def score_gradients(self) -> ScoreGradients:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper.forward.choose import choose
@@ -36,8 +36,11 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     q, k, v, score, mask = operands
     plan = choose(problem, gpu, interpret)
     dims, config = problem.dims, plan.config
-    arrays = plan.arrays.in_memory(score, mask)
-    if mask is not None and plan.visit_table:
+    arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
+    if plan.visit_lists:
+        states = visit_lists.tile_states(mask, (dims.T, dims.S), (config.block_q, config.block_kv), (True, False))
+        arrays.append(visit_lists.table(states))
+    elif mask is not None and plan.visit_table:
         sizes = config.block_q, dims.T, dims.S, config.block_kv
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
         arrays.append(schedule.table(found, plan.blocks.count, plan.blocks.count))

@@ -36,7 +36,7 @@ class Logits:
             return with_positive_factor(x, factor)
         score, mask = self._arrays(x.shape, i, is_boundary)
         t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
-        s = (self.steps.last - i) * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        s = self.steps.key_block(i) * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
         if problem.score is not None:
             apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
             x, factor = elementwise.inline_times(apply, x, t, s, score)
@@ -69,16 +69,18 @@ class Logits:
         slot = self.array_slot(i) if uses_streamed else None
         if slot is not None:
             plgpu.barrier_wait(scratch["arrays_ready"].at[slot])
-        loaded = [self._array(a, slot, shape) for a in range(len(plan.arrays))]
+        loaded = [self._array(a, slot, shape, i) for a in range(len(plan.arrays))]
         if slot is not None:
             plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
             plgpu.barrier_arrive(scratch["arrays_free"].at[slot])
         return plan.arrays.unflatten(loaded)
 
-    def _array(self, a, slot, shape):
-        array = self.plan.arrays[a]
+    def _array(self, a, slot, shape, i):
+        array, block = self.plan.arrays[a], self.block
         if array.kind == "scalar":
             return self._scalar(a)
+        if array.kind == "word":
+            return self.gmem.arrays[a][(*array.index(block.b, block.n), block.number, self.steps.key_block(i))]
         smem = self.scratch[f"array{a}_smem"]
         if array.kind == "column":
             return array.load(smem.at[self.wg], shape, TILE)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
@@ -33,6 +33,8 @@ def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]])
 
 def steps_of(plan: ForwardPlan, block: QueryBlock, visit_table: Any) -> Steps:
     """Returns all steps of a block."""
+    if plan.visit_lists:
+        return Steps.of_list(visit_lists.in_table(visit_table, block.b, block.n, block.number))
     if not plan.visit_table:
         return Steps.of(_visits(plan, block.t0, plan.config.block_q))
     return Steps.of(schedule.in_table(visit_table, block.b, block.n, block.number))
