@@ -11,8 +11,9 @@ from pallas_fa.masks.base import Mask
 
 @dataclasses.dataclass(frozen=True)
 class BlockBits(Mask):
-    """Allows what the blocks of a `BlockMask` allow. A kernel can't look blocks up by position: each tile has a word of bits.
+    """Allows what the blocks of a `BlockMask` allow.
 
+    A kernel can't look blocks up by position, so each tile has a word with a bit for each block that it touches.
     Block (i, j) has bit i % counts[0] * counts[1] + j % counts[1] in the word of each tile that touches it.
 
     Attributes:

@@ -1,9 +1,10 @@
 """How the arrays of masks and scores reach a kernel's tiles of logits.
 
 Seen from a tile of logits [queries, keys], an array [B|1, N|1, T|1, S|1] is a scalar, a row (one value per key), a column
-(one value per query) or a tile; one of [B|1, N|1, 1, 1, q tiles, kv tiles] is a word for each tile. A kernel that holds logits as [keys, queries] transposes its arrays first. Scalars and
-words are read from device memory where they are used. The others are copied to shared memory by TMA, which asks for rows of a
-multiple of 16 bytes (32 here, for tiles). No broadcast dim is ever materialised.
+(one value per query) or a tile; one of [B|1, N|1, 1, 1, q tiles, kv tiles] is a word for each tile. A kernel that holds
+logits as [keys, queries] transposes its arrays first. Scalars and words are read from device memory where they are used.
+The others are copied to shared memory by TMA, which asks for rows of a multiple of 16 bytes (32 here, for tiles). No
+broadcast dim is ever materialised.
 """
 
 import dataclasses

@@ -100,7 +100,8 @@ class StreamedVisits:
         if self.listed:
             sizes, tiles = self._sides(self.stationary, self.streamed), self._sides(self.block, self.tile)
             states = visit_lists.tile_states(mask, sizes, tiles, self._sides(not self._whole_only, self._full_tail))
-            return visit_lists.table(jnp.swapaxes(states, 2, 3) if self.kind.keys_stationary else states)
+            states = jnp.swapaxes(states, 2, 3) if self.kind.keys_stationary else states
+            return visit_lists.table(states, descending=False)
         parts = self.parts
         count = -(-self.stationary * parts // self.block)
         found = schedule.table(self._of_parts(mask, parts), count, self.blocks * parts)

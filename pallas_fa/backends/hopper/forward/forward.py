@@ -37,9 +37,9 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     plan = choose(problem, gpu, interpret)
     dims, config = problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
-    if plan.visit_lists:
+    if mask is not None and plan.visit_lists:
         states = visit_lists.tile_states(mask, (dims.T, dims.S), (config.block_q, config.block_kv), (True, False))
-        arrays.append(visit_lists.table(states))
+        arrays.append(visit_lists.table(states, descending=True))
     elif mask is not None and plan.visit_table:
         sizes = config.block_q, dims.T, dims.S, config.block_kv
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
