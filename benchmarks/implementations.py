@@ -3,16 +3,19 @@
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
-Our own `+deterministic` has gradients that are bitwise equal from run to run.
+Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+blocks` the mask as a block mask.
 """
 
 import dataclasses
+import functools
 import importlib.util
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
 
 # Backends by library: those that `implementation=` of its function takes. Our own library is asked.
@@ -22,7 +25,8 @@ BACKENDS = {
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
 }
 MASK_FORMS = ("dense", "bias")
-FORMS = ("", *MASK_FORMS, "deterministic")
+OWN_FORMS = ("blocks", "deterministic")
+FORMS = ("", *MASK_FORMS, *OWN_FORMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +44,26 @@ class Implementation:
 
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
-        masked = workload.causal or bool(workload.window or workload.documents)
-        return masked or self.form not in MASK_FORMS
+        masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
+        return masked or self.form not in (*MASK_FORMS, "blocks")
 
-    def masks(self, workload: Workload) -> dict[str, jax.Array]:
+    def masks(self, workload: Workload) -> dict[str, Any]:
         """The mask arrays that this implementation takes; they get no gradients."""
         w = workload
         if self.form in MASK_FORMS:
             mask = w.dense()
             return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}
+        if self.form == "blocks":
+            from pallas_fa.masks import block_mask
+
+            mask = _mask(w)
+            return {} if mask is None else {"mask": block_mask(mask, w.T, w.S, batch=w.B)}
         if w.documents and self.library == "pallas_fa":
             return {"ids": w.ids()}
         if w.documents:
             return {"mask": w.dense(documents_only=True)}
+        if w.pattern and self.library != "pallas_fa":
+            return {"mask": w.dense()}
         return {"mask": w.dense(padding_only=True)} if w.padding is not None else {}
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
@@ -70,7 +81,9 @@ class Implementation:
             kwargs["bias"] = masks["bias"]
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
-        if self.form not in MASK_FORMS:
+        if w.pattern and self.library == "pallas_fa" and self.form in ("", "deterministic"):
+            kwargs["mask"] = _mask(w)
+        elif not w.pattern and self.form not in (*MASK_FORMS, "blocks"):
             kwargs |= {"is_causal": w.causal, "local_window_size": w.window}
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
@@ -81,15 +94,34 @@ class Implementation:
         return kwargs
 
 
+def _mask(w: Workload) -> Any:
+    """All masks of a workload as one."""
+    from pallas_fa import masks
+
+    parts = [masks.Causal()] if w.causal else []
+    parts += [masks.Window(*w.window)] if w.window else []
+    parts += [masks.Custom(_PATTERNS[w.pattern])] if w.pattern else []
+    parts += [masks.Segments(w.ids(), w.ids())] if w.documents else []
+    parts += [masks.Dense(w.dense(padding_only=True))] if w.padding is not None else []
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def _of_positions(pattern: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
+    return pattern(t, s)
+
+
+_PATTERNS = {name: functools.partial(_of_positions, pattern) for name, pattern in PATTERNS.items()}
+
+
 def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    known = library in BACKENDS and form in FORMS and (form != "deterministic" or library == "pallas_fa")
+    known = library in BACKENDS and form in FORMS and (form not in OWN_FORMS or library == "pallas_fa")
     if not known or not backend:
         raise ValueError(
             f"{name!r} is not library:backend[+form] with a library of {', '.join(BACKENDS)} and a form of"
-            f" {', '.join(FORMS[1:])}, the last for pallas_fa alone. Write, for example, pallas_fa:xla or"
+            f" {', '.join(FORMS[1:])}, the last two for pallas_fa alone. Write, for example, pallas_fa:xla or"
             " jax.nn:cudnn+dense."
         )
     if library == "pallas_fa":

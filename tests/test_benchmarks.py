@@ -23,6 +23,7 @@ _SMALL = [
     self_attention("padding", 3, 24, 2, 8, padding=0.5, soft_cap=2.0, dtype="float32"),
     self_attention("bias", 3, 24, 2, 8, padding=0.25, bias="NTS", dtype="float32"),
     Workload("cross", 2, 5, 24, 4, 2, 8, 16, "float32"),
+    self_attention("neighbours", 2, 24, 4, 8, K=2, causal=True, pattern="neighbours", dtype="float32"),
 ]
 _by_name = pytest.mark.parametrize("workload", _SMALL, ids=lambda w: w.name)
 
@@ -43,7 +44,15 @@ def test_pairs_are_those_of_the_mask(workload):
 
 
 @pytest.mark.parametrize(
-    "name", ["pallas_fa:xla", "pallas_fa:xla+dense", "jax.nn:xla", "jax.nn:xla+dense", "jax.nn:xla+bias"]
+    "name",
+    [
+        "pallas_fa:xla",
+        "pallas_fa:xla+dense",
+        "pallas_fa:xla+blocks",
+        "jax.nn:xla",
+        "jax.nn:xla+dense",
+        "jax.nn:xla+bias",
+    ],
 )
 @_by_name
 def test_every_form_agrees_with_truth(workload, name):
@@ -78,13 +87,13 @@ _LACKS = {
 
 def test_forms_of_masks_are_run_where_there_is_a_mask():
     """Elsewhere they would repeat what the form without one says."""
-    for form in ("dense", "bias"):
-        applies = {workload.name for workload in _SMALL if parse(f"jax.nn:xla+{form}").applies(workload)}
-        assert applies == {"causal", "window", "documents"}
+    for name in ("jax.nn:xla+dense", "jax.nn:xla+bias", "pallas_fa:xla+blocks"):
+        applies = {workload.name for workload in _SMALL if parse(name).applies(workload)}
+        assert applies == {"causal", "window", "documents", "neighbours"}
     assert all(parse(name).applies(w) for w in _SMALL for name in ("jax.nn:xla", "pallas_fa:xla+deterministic"))
     groups = run.programs_of(_SMALL, ["forward", "backward"], [parse("jax.nn:xla+bias"), parse("pallas_fa:xla")])
-    assert [len(group) for group in groups] == [2] * 6 + [1] * 6
-    assert not run.programs_of(_SMALL[3:], ["forward"], [parse("jax.nn:xla+bias")])
+    assert [len(group) for group in groups] == [2] * 6 + [1] * 6 + [2] * 2
+    assert not run.programs_of(_SMALL[3:6], ["forward"], [parse("jax.nn:xla+bias")])
 
 
 def test_truth_of_a_few_rows_is_part_of_the_truth_of_all():

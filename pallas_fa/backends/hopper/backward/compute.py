@@ -106,8 +106,9 @@ def _head(w, n, done, accs):
     def run(start, end, is_boundary, sums):
         def body(tile, before, sums):
             tile = work.tile_of_step(plan, block, table, n, tile)
+            streamed = tile * plan.config.width
             here = scalars | w.words(n, tile) if is_boundary else scalars
-            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, here)
+            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here)
             return step(w, at, before, sums, accs)
 
         return over(start, end, body, sums)
