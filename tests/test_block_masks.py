@@ -10,7 +10,12 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks
+from pallas_fa.backends.gpu import visit_lists
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_mask
+from pallas_fa.problem import normalise
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
 
 B, T, S, N, K, H = 2, 150, 203, 4, 2, 16
 
@@ -114,6 +119,70 @@ def test_bottom_right_is_aligned_when_the_blocks_are_computed():
     dense = truth(lambda b, n, t, s: s <= t + S - T)
     np.testing.assert_allclose(call(mask=mask), call(mask=dense), atol=2e-6)
 
+
+# ---- kernels: their bodies are interpreted with the other masks ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("few", (512, 1), ids=("by sums", "by a sort"))
+@pytest.mark.parametrize("descending", (True, False))
+def test_lists_have_boundary_tiles_first(descending, few, monkeypatch):
+    monkeypatch.setattr(visit_lists, "_FEW", few)
+    states = np.random.default_rng(0).integers(0, 3, (2, 3, 5, 9)).astype(np.int8)
+    table = np.asarray(visit_lists.table(states, descending))
+    for at in np.ndindex(2, 3, 5):
+        boundary, full = (np.flatnonzero(states[at] == state)[:: -1 if descending else 1] for state in (1, 2))
+        counts, listed = table[at][:2], table[at][2:]
+        assert counts.tolist() == [len(boundary), len(boundary) + len(full)]
+        np.testing.assert_array_equal(listed[: counts[1]], [*boundary, *full])
+        assert sorted(listed) == list(range(9)), "what an empty list starts with is a tile, too"
+
+
+def test_the_kernel_reads_no_values_of_empty_blocks():
+    blocks = np.array([[1, 0, 1, 0], [0, 1, 0, 1]], bool)
+    x = normal(1, 256, 1, 64).astype(jnp.bfloat16)
+    poisoned = np.where(np.arange(256)[:, None, None] // 64 % 2 == 0, np.nan, x).astype(x.dtype)
+    problem, operands = normalise(
+        x, x, poisoned, mask=BlockMask(blocks, (128, 64)), config=Config(ForwardConfig(2, 64))
+    )
+    (out, _), races = interpreted(problem, operands)
+    assert not races
+    is_nan = np.isnan(np.asarray(out, np.float32))
+    assert is_nan[:, :128].all() and not is_nan[:, 128:].any()
+
+
+def _natten_of_heads(b, n, t, s):
+    return natten(t, s, 20) & (s >= n)
+
+
+_GIVEN = BlockMask(np.eye(16, dtype=bool) | (np.arange(16) < 2), 64)
+KERNEL_MASKS = {
+    "computed": lambda: block_mask(Custom(_natten_of_heads), 1000, 1024, heads=4),
+    "given": lambda: _GIVEN & Causal(),
+    "ranges": lambda: Custom(_natten_of_heads, ranges=_GIVEN),
+}
+
+
+@pytest.mark.parametrize(
+    "name, deterministic", [("computed", False), ("computed", True), ("given", False), ("ranges", False)]
+)
+def test_kernels_lower(name, deterministic):
+    mask = KERNEL_MASKS[name]()
+    q, k = (jax.ShapeDtypeStruct((2, length, heads, 128), jnp.bfloat16) for length, heads in ((1000, 4), (1024, 2)))
+    keywords = dict(mask=mask, deterministic_gradients=deterministic)
+    explained = pallas_fa.explain(q, k, k, **keywords)
+    assert "mosaic_gpu: runs this call" in explained and "gradients" not in explained
+    loss = lambda qkv: pallas_fa.dot_product_attention(*qkv, **keywords, implementation="mosaic_gpu").sum()
+    assert kernels(jax.grad(loss), (q, k, k)) == (3 if deterministic else 2)
+
+
+def test_small_blocks_run_in_the_kernels_only_with_a_function():
+    x, blocks = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16), BlockMask(np.eye(64, dtype=bool), 16)
+    assert "blocks of 64 or more" in pallas_fa.explain(x, x, x, mask=blocks)
+    with_function = Custom(lambda b, n, t, s: t // 16 == s // 16, ranges=blocks)
+    assert "mosaic_gpu: runs this call" in pallas_fa.explain(x, x, x, mask=with_function)
+
+
+# ---- what callers can get wrong ----------------------------------------------------------------------------------------
 
 _DEPENDS = "pass batch= and heads="
 WRONG = {
