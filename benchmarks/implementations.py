@@ -3,18 +3,21 @@
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
-`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it. Our own `+deterministic` has
-gradients that are bitwise equal from run to run, and `+without` leaves out the sinks, and takes the same memory as an
-array of the usual layout: it is what the call with them is compared with.
+`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block
+mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks,
+and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
 """
 
 import dataclasses
+import functools
 import importlib.util
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
 
 # Backends by library: those that `implementation=` of its function takes. Our own library is asked.
@@ -25,8 +28,8 @@ BACKENDS = {
 }
 TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
-OWN_FORMS = ("intervals", "deterministic", "without")
-FORMS = ("", *MASK_FORMS, "deterministic", "without")
+OWN_FORMS = ("intervals", "blocks", "deterministic", "without")
+FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Implementation:
         """Whether this form says anything about `workload` that another form does not say already."""
         if self.form == "without":
             return workload.sinks or workload.layout != "BTNH"
-        masked = workload.causal or bool(workload.window or workload.documents)
-        return masked or self.form not in MASK_FORMS
+        masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
+        return masked or self.form not in (*MASK_FORMS, "blocks")
 
     def masks(self, workload: Workload) -> dict[str, Any]:
         """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
@@ -61,10 +64,17 @@ class Implementation:
         if self.form in MASK_FORMS:
             mask = w.dense()
             return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}
+        if self.form == "blocks":
+            from pallas_fa.masks import block_mask
+
+            mask = _mask(w)
+            return {} if mask is None else {"mask": block_mask(mask, w.T, w.S, batch=w.B)}
         if w.documents and self.library == "pallas_fa":
             return {"ids": w.ids()}
         if w.documents:
             return {"mask": w.dense(documents_only=True)}
+        if w.pattern and self.library != "pallas_fa":
+            return {"mask": w.dense()}
         return {"mask": w.dense(padding_only=True)} if w.padding is not None else {}
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
@@ -101,7 +111,9 @@ class Implementation:
             kwargs["bias"] = arrays["strip"][None, :, w.diagonals()]
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
-        if self.form not in MASK_FORMS:
+        if w.pattern and self.library == "pallas_fa" and self.form in ("", "deterministic"):
+            kwargs["mask"] = _mask(w)
+        elif not w.pattern and self.form not in (*MASK_FORMS, "blocks"):
             kwargs |= {"is_causal": w.causal, "local_window_size": w.window}
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
@@ -110,6 +122,25 @@ class Implementation:
         if "ids" in masks:
             kwargs |= {"query_segment_ids": masks["ids"], "key_value_segment_ids": masks["ids"]}
         return kwargs
+
+
+def _mask(w: Workload) -> Any:
+    """All masks of a workload as one."""
+    from pallas_fa import masks
+
+    parts = [masks.Causal()] if w.causal else []
+    parts += [masks.Window(*w.window)] if w.window else []
+    parts += [masks.Custom(_PATTERNS[w.pattern])] if w.pattern else []
+    parts += [masks.Segments(w.ids(), w.ids())] if w.documents else []
+    parts += [masks.Dense(w.dense(padding_only=True))] if w.padding is not None else []
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def _of_positions(pattern: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
+    return pattern(t, s)
+
+
+_PATTERNS = {name: functools.partial(_of_positions, pattern) for name, pattern in PATTERNS.items()}
 
 
 def parse(name: str) -> Implementation:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
 
 _BLOCK = 2**22  # logits in flight
@@ -83,7 +84,8 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
         for i in starts:
             cut = slice(i, i + per_block)
             bias_i = None if bias is None else jnp.moveaxis(bias[cut], 0, 1)
-            part = _rows(w.soft_cap, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut])
+            t, kind = jnp.asarray(rows[cut]), (w.soft_cap, w.pattern)
+            part = _rows(kind, t, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut])
             parts.append({name: np.asarray(x) for name, x in part.items()})
     values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
     if whole:
@@ -98,11 +100,14 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
 
 
 @jax.jit(static_argnums=0)
-def _rows(soft_cap, q, k, v, d_out, bias, sinks, lo, hi):
-    """Returns outputs and gradients.
+def _rows(kind, t, q, k, v, d_out, bias, sinks, lo, hi):
+    """Outputs and gradients of some rows of queries.
 
-    q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t].
+    Args:
+      kind: (soft cap, pattern).
+      t: [t], the rows; q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t].
     """
+    soft_cap, pattern = kind
     q, d_out = (x.astype(jnp.float64) for x in (q, d_out))
     scale = q.shape[-1] ** -0.5
     x = scale * jnp.einsum("btgh,bsh->bgts", q, k)
@@ -113,6 +118,7 @@ def _rows(soft_cap, q, k, v, d_out, bias, sinks, lo, hi):
         x, slope = soft_cap * capped, 1 - capped**2
     s = lax.broadcasted_iota(lo.dtype, (1, 1, 1, k.shape[1]), 3)
     ok = (lo[:, None, :, None] <= s) & (s < hi[:, None, :, None])
+    ok = ok if pattern is None else ok & PATTERNS[pattern](t[None, None, :, None], s)
     sinks = jnp.broadcast_to(sinks.astype(jnp.float64)[:, None, None], (*x.shape[:-1], 1))
     # A row may have no key and no sink.
     with_sinks = jnp.append(jnp.where(ok, x, -jnp.inf), sinks, axis=-1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.patterns import PATTERNS
 from pallas_fa.operands.layout import Layout, ordered
 
 BACKWARD_FLOPS = 2.5  # five matmuls against the forward's two, as the FlashAttention papers count
@@ -18,7 +19,7 @@ FLOPS_FACTOR = {"forward": 1.0, "backward": BACKWARD_FLOPS, "fwdbwd": 1.0 + BACK
 class Workload:
     """One attention problem. Letters as in `pallas_fa`: B batch, T queries, S keys, N query heads, K key heads, H, Hv.
 
-    The masks are all of a kind that lets every query see one interval of keys, so that allowed pairs can be counted.
+    The masks let every query see one interval of keys, of which a pattern may leave out some.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Workload:
     causal: bool = False
     window: tuple[int, int] | None = None  # (left, right), both ends included
     documents: int | None = None  # length of the packed documents, told apart by segment ids
+    pattern: str | None = None  # one of `patterns.PATTERNS`
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
@@ -49,6 +51,7 @@ class Workload:
         words = ["causal"] if self.causal else []
         words += [f"window({self.window[0]},{self.window[1]})"] if self.window else []
         words += [f"documents({self.documents})"] if self.documents else []
+        words += [self.pattern] if self.pattern else []
         words += [f"padding({self.padding:g})"] if self.padding is not None else []
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
         words += [f"bias({self.bias})"] if self.bias else []
@@ -58,7 +61,7 @@ class Workload:
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lo, hi), each [B or 1, T]: query t of entry b may attend to the keys lo <= s < hi."""
+        """(lo, hi), each [B or 1, T]: query t of entry b may attend to the keys lo <= s < hi, but for the pattern."""
         t = np.arange(self.T)[None]
         lo, hi = np.zeros_like(t), np.full_like(t, self.S)
         if self.causal:
@@ -79,8 +82,15 @@ class Workload:
     def pairs(self) -> int:
         """Allowed (query, key) pairs of one head, summed over the batch."""
         lo, hi = self.bounds()
-        each = np.maximum(hi - lo, 0).sum(axis=1)
+        each = (np.maximum(hi - lo, 0) if self.pattern is None else self._keys_of_pattern(lo, hi)).sum(axis=1)
         return int(each.sum()) if len(each) == self.B else int(each[0]) * self.B
+
+    def _keys_of_pattern(self, lo, hi):
+        """[B or 1, T]: keys that each query sees."""
+        assert self.pattern
+        s, fn = np.arange(self.S), PATTERNS[self.pattern]
+        seen = lambda t: (fn(t, s) & (lo[:, t, None] <= s) & (s < hi[:, t, None])).sum(axis=-1)
+        return np.stack([seen(t) for t in range(self.T)], axis=1)
 
     def flops(self, direction: str) -> float:
         """Floating-point operations, allowed pairs only: 2 (H + Hv) a pair and head forward."""
@@ -122,7 +132,7 @@ class Workload:
             return jnp.asarray((np.arange(self.S) < self.lengths()[:, None])[:, None, None, :])
         bare = dataclasses.replace(self, causal=False, window=None, padding=None) if documents_only else self
         lo, hi = (jnp.asarray(x[:, None, :, None], jnp.int32) for x in bare.bounds())
-        return _between(lo, hi, self.S)
+        return _between(lo, hi, self.S, bare.pattern)
 
     def ids(self) -> jax.Array:
         """Segment ids [B, S] (T = S) of the packed documents."""
@@ -141,10 +151,11 @@ def _draw(key, like):
     return jax.random.normal(key, like.shape, jnp.float32).astype(like.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _between(lo, hi, size):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _between(lo, hi, size, pattern):
     s = jnp.arange(size)
-    return (lo <= s) & (s < hi)
+    ok = (lo <= s) & (s < hi)
+    return ok if pattern is None else ok & PATTERNS[pattern](jnp.arange(lo.shape[2])[:, None], s)
 
 
 def self_attention(name: str, B: int, S: int, N: int, H: int, *, K: int | None = None, **rest: Any) -> Workload:
@@ -218,6 +229,19 @@ def _hopper_masks() -> list[Workload]:
     ]
 
 
+def _hopper_blocks() -> list[Workload]:
+    """With "+blocks", each is compared with itself without; sinks also with the window alone."""
+    base: dict[str, Any] = {"B": 2, "S": 8192, "N": 16, "H": 128}
+    image: dict[str, Any] = {"B": 1, "S": 128 * 128, "N": 16, "H": 128, "pattern": "neighbours"}
+    return [
+        self_attention("h128-causal-8192", causal=True, provenance="time of a block that is visited", **base),
+        self_attention("window-8192", causal=True, window=(1023, 0), provenance="sliding window of 1024 keys", **base),
+        self_attention("sinks-8192", causal=True, pattern="sinks_and_window", provenance="StreamingLLM", **base),
+        self_attention("natten-2d", provenance="NATTEN, 128 x 128 tokens, 13 x 13, no ranges", **image),
+        self_attention("natten-2d-hull", window=(774, 774), provenance="natten-2d in its smallest window", **image),
+    ]
+
+
 def _alphafold() -> list[Workload]:
     what = "AlphaFold-like: rows with a pair bias shared over 64 rows and a key mask"
     return [self_attention("alphafold-768", B=64, S=768, N=4, H=64, bias="NTS", padding=0.25, provenance=what)]
@@ -277,6 +301,7 @@ class Suite:
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
 _GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
 _WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
+_GPU_BLOCKS = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+blocks")
 _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
 
 
@@ -297,6 +322,8 @@ def suites() -> dict[str, Suite]:
             (*_GPU_MASKS, "pallas_fa:mosaic_gpu+intervals"),
             "jax.nn:cudnn+dense",
         ),
+        "hopper-forward-blocks": Suite(tuple(_hopper_blocks()), ("forward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
+        "hopper-backward-blocks": Suite(tuple(_hopper_blocks()), ("backward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
         "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),

@@ -3,6 +3,7 @@
 A case is a `tests.cases.Case`; only its sizes are read.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -156,6 +157,28 @@ def _dilated(case, rng):
     return MaskCase({"mask": mask}, lambda t, s: ((t - s) % 3 == 0) & (abs(t - s) <= 60))
 
 
+def near_in_2d(b, n, t, s):
+    """A custom mask: neighbours in an image of 16 columns, in a larger window for later heads."""
+    return (abs(t // 16 - s // 16) <= n) & (abs(t % 16 - s % 16) <= 3)
+
+
+@functools.cache
+def _near_blocks(T, S, N):
+    return masks.block_mask(masks.Custom(near_in_2d), T, S, (64, 32), heads=N)
+
+
+def _computed_blocks(case, rng):
+    n = np.arange(case.N)[:, None, None]
+    return MaskCase({"mask": _near_blocks(case.T, case.S, case.N)}, lambda t, s: near_in_2d(None, n, t, s))
+
+
+def _blocks(case, rng):
+    blocks = rng.random((*case.batch, case.N, -(-case.T // 64), -(-case.S // 64))) < 0.5
+    mask = masks.BlockMask(blocks, 64) & masks.Causal(offset=70)
+    in_blocks = blocks.repeat(64, axis=-2)[..., : case.T, :].repeat(64, axis=-1)[..., : case.S]
+    return MaskCase({"mask": mask}, lambda t, s: in_blocks & (s <= t + 70))
+
+
 def _nothing(case, rng):
     array = np.zeros((1, 1, 1), bool)
     return MaskCase({"mask": array}, lambda t, s: array)
@@ -244,4 +267,6 @@ MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "window_bottom_right": _window_bottom_right,
     "key_intervals": _key_intervals,
     "documents": _documents_causal,
+    "computed_blocks": _computed_blocks,
+    "blocks": _blocks,
 }

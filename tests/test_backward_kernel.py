@@ -61,6 +61,12 @@ CASES = {
     "tiles of dQ that nothing adds to": (dataclasses.replace(WIDE, T=300, S=100, mask="bottom_right"), {}),
     "blocks start at tiles of their own": (dataclasses.replace(WIDE, T=300, S=300, score="alibi"), {}),
     "blocks start at tiles of their own, bias of keys": (dataclasses.replace(WIDE, T=300, score="bias_head_keys"), {}),
+    "blocks of a mask of heads": (dataclasses.replace(WIDE, N=4, K=2, mask="computed_blocks"), {}),
+    "whole blocks": (dataclasses.replace(WIDE, T=300, S=400, mask="blocks"), {}),
+    "whole blocks, deterministic": (
+        dataclasses.replace(BASE, T=200, S=300, mask="blocks", score="bias_shared"),
+        {"deterministic_gradients": True},
+    ),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "empty rows, sinks": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), {}),

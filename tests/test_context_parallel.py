@@ -48,6 +48,10 @@ def padded(a, length):
     }
 
 
+# In blocks that shards do not respect: computed from a function, and whole blocks for each head.
+BLOCKS = masks.block_mask(masks.Custom(lambda b, n, t, s: (t // 5 + s // 3) % 3 > 0), T, T, (5, 3)) & masks.BlockMask(
+    normal((N, 5, 11), 8) < 0.7, (7, 3)
+)
 LENGTHS = np.asarray([48, 17, 5, 0], np.int32)
 # name: (arrays, static keywords). `slopes` become an Alibi, a function of positions; `strip` becomes a RelativeBias.
 CASES = {
@@ -73,6 +77,7 @@ CASES = {
         {"mask": masks.Causal("bottom_right", offset=2)},
     ),
     "bias": ({**tokens(), "bias": normal((N, T, T)), "mask": normal((B, 1, T, T), 5) < 1}, {"is_causal": True}),
+    "blocks": (tokens(), {"mask": BLOCKS}),
     "alibi": (
         {**tokens(), "slopes": np.linspace(0.1, 1, N, dtype=np.float32), "bias": normal((1, T), 6)},
         {"is_causal": True},

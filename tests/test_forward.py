@@ -155,6 +155,8 @@ def test_inputs_may_be_numpy_arrays(rng):
 _DOCUMENTS = np.repeat(np.arange(3), 64)[None]
 _LOWER, _DIAGONAL = np.tril(np.ones((3, 3), bool)), np.eye(3, dtype=bool)
 _TWO_LOWER = _LOWER & ~np.tril(_LOWER, -2)
+_ENDS = np.array([[1, 0, 1], [0, 0, 1], [1, 0, 0]], bool)  # not in one interval
+_HALVES = masks.BlockMask(np.kron(_ENDS, np.ones((2, 1), bool)), (32, 64))
 _SEGMENTS = {"query_segment_ids": _DOCUMENTS, "key_value_segment_ids": _DOCUMENTS}
 _SKIPPING = {
     # keyword arguments, and which chunks of keys [3] each chunk of queries [3] visits
@@ -167,6 +169,8 @@ _SKIPPING = {
     "dense": ({"mask": np.kron(_DIAGONAL[::-1], np.ones((64, 64), bool))}, _DIAGONAL[::-1]),
     "offsets": ({"mask": masks.Causal(offset=np.array([-64]))}, np.tril(_LOWER, -1)),
     "union": ({"mask": masks.Window(0, 0) | masks.Causal(offset=-64)}, _LOWER),
+    "blocks": ({"mask": masks.BlockMask(_ENDS, 64)}, _ENDS),
+    "custom in blocks of another size": ({"mask": masks.Custom(cases.every_third, ranges=_HALVES)}, _ENDS),
     "custom": ({"mask": masks.Custom(cases.every_third, ranges=masks.Window(60, 0))}, _TWO_LOWER),
 }
 

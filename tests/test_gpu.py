@@ -41,6 +41,11 @@ LONG_CASES = tuple(
     Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=64, Hv=64),
     Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=128, Hv=128),
     Case(1000, 900, "full", "soft_cap", "bfloat16", N=4, K=2, H=128, Hv=128),
+    *(
+        Case(1500, 1300, mask, score, "bfloat16", N=4, K=2, H=H, Hv=H)
+        for mask, score in (("blocks", "plain"), ("computed_blocks", "plain"), ("blocks", "everything"))
+        for H in (64, 128, 256)
+    ),
 )
 # Long and short rows of tiles, rows past the end, and a gradient that all batch entries and heads add to.
 RELATIVE_CASES = tuple(
@@ -119,6 +124,7 @@ RERUN_GRADIENTS = (
     Case(1000, 1024, "packed", "plain", "bfloat16", N=8, K=2, H=64, Hv=64),
     Case(777, 900, "window_causal", "soft_cap", "float16", N=4, K=4, H=256, Hv=256),
     Case(64, 8192, "full", "plain", "bfloat16", N=4, K=4, H=128, Hv=128),
+    Case(2000, 1900, "blocks", "plain", "bfloat16", N=8, K=4, H=128, Hv=128),
     Case(1024, 1024, "full", "plain", "bfloat16", N=8, K=8, H=128, Hv=128),
     Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
 )

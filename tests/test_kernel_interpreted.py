@@ -34,6 +34,9 @@ CASES = {
     "causal, 3 warpgroups": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), THREE),
     "window": (dataclasses.replace(BASE, mask="window_causal"), TWO),
     "segments": (dataclasses.replace(BASE, mask="segments"), TWO),
+    "blocks of a mask of heads": (dataclasses.replace(BASE, N=4, K=2, mask="computed_blocks"), TWO),
+    "whole blocks, 3 warpgroups": (dataclasses.replace(BASE, T=300, S=400, mask="blocks"), THREE),
+    "whole blocks, pairs, bias": (dataclasses.replace(BASE, T=300, mask="blocks", score="bias_shared"), PAIRED),
     "dense mask": (dataclasses.replace(BASE, mask="dense"), TWO),
     "bias": (dataclasses.replace(BASE, score="bias_shared"), TWO),
     "relative bias, 3 warpgroups, one past the end": (

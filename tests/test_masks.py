@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.masks import Causal, Custom, Dense, KeyIntervals, Lengths, Mask, Segments, Window
+from pallas_fa.masks import BlockMask, Causal, Custom, Dense, KeyIntervals, Lengths, Mask, Segments, Window, block_mask
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands.intervals import UNBOUNDED
 from pallas_fa.operands.part import Part
@@ -63,6 +63,18 @@ def check_ranges(mask, T, S, tile, fit):
             assert not (inside_full[:, :, i] & ~rows.all(axis=2)).any(), f"forbidden inside the full range of {start}"
 
 
+def check_states(mask, T, S, q_tile, kv_tile):
+    """States of tiles: what is allowed is not in an empty tile, and nothing in a full tile is forbidden."""
+    pairs = allowed(mask, T, S)
+    q, kv = (np.arange(0, size, tile) for size, tile in ((T, q_tile), (S, kv_tile)))
+    states = mask.tile_states((q, np.minimum(q + q_tile, T)), (kv, np.minimum(kv + kv_tile, S)))
+    states = np.broadcast_to(states, (B, N, len(q), len(kv))).repeat(q_tile, 2)[:, :, :T].repeat(kv_tile, 3)[..., :S]
+    assert states.dtype == np.int8
+    assert not (pairs & (states == 0)).any(), "allowed in an empty tile"
+    assert not (~pairs & (states == 2)).any(), "forbidden in a full tile"
+    return states
+
+
 # ---- strategies -----------------------------------------------------------------------------------------------------
 
 
@@ -91,14 +103,27 @@ def _integers(shape, low, high, ordered=False):
 
 
 @st.composite
+def block_masks(draw, T, S):
+    block = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    lead, counts = tuple(draw(st.sampled_from((1, size))) for size in (B, N)), (-(-T // block[0]), -(-S // block[1]))
+    blocks = draw(hnp.arrays(np.bool_, (*lead, *counts), fill=st.booleans()))
+    mask = BlockMask(blocks, block)
+    if draw(st.booleans()):
+        return mask
+    array = blocks.repeat(block[0], 2)[:, :, :T].repeat(block[1], 3)[..., :S]
+    return Custom(_dense_parity, array, ranges=mask)
+
+
+@st.composite
 def array_masks(draw, T, S):
-    kind = draw(
-        st.sampled_from(("offset", "window", "key_intervals", "segments", "lengths", "head_lengths", "dense", "custom"))
-    )
+    kinds = "offset", "window", "key_intervals", "segments", "lengths", "head_lengths", "dense", "custom", "blocks"
+    kind = draw(st.sampled_from(kinds))
     if kind == "window":
         sides = st.none() | st.integers(0, max(T, S))
         sides |= st.sampled_from(((), (B,), (B, N, 1, 1))).flatmap(lambda shape: _integers(shape, -3, max(T, S)))
         return Window(draw(sides), draw(sides), draw(st.integers(-T, S) | _integers((B,), -T, S)))
+    if kind == "blocks":
+        return draw(block_masks(T, S))
     if kind == "offset":
         offset, sides = draw(_integers((B,), -T - 1, S + 1)), st.none() | st.integers(0, max(T, S))
         if draw(st.booleans()):
@@ -143,6 +168,30 @@ def test_ranges_of_static_masks(fit, mask_and_size, tile):
 def test_ranges_of_array_masks(fit, mask_and_size, tile):
     mask, T, S = mask_and_size
     check_ranges(bind(mask, T, S), T, S, tile, fit)
+
+
+@hypothesis.given(
+    masks_and_sizes(lambda T, S: static_masks(T, S) | array_masks(T, S) | block_masks(T, S)),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+@hypothesis.settings(max_examples=75)
+def test_states_of_tiles(mask_and_size, q_tile, kv_tile):
+    mask, T, S = mask_and_size
+    check_states(bind(mask, T, S), T, S, q_tile, kv_tile)
+
+
+@pytest.mark.parametrize("block, tile", [((4, 2), (4, 2)), ((4, 2), (8, 8)), ((4, 6), (4, 6))], ids=str)
+def test_states_of_a_computed_block_mask_are_exact(block, tile):
+    """Where tiles are the blocks, and where they are several of them; with odd lengths."""
+    T, S = 13, 17
+    array = np.random.default_rng(0).random((B, N, T, S)) < np.linspace(0, 1, S)
+    mask = bind(block_mask(Dense(array), T, S, block, batch=B, heads=N), T, S)
+    np.testing.assert_array_equal(allowed(mask, T, S), array)
+    states = check_states(mask, T, S, *tile)[:, :, :: tile[0], :: tile[1]]
+    tiles = np.pad(array, ((0, 0), (0, 0), (0, -T % tile[0]), (0, -S % tile[1])), mode="edge")
+    tiles = tiles.reshape(B, N, -1, tile[0], tiles.shape[3] // tile[1], tile[1])
+    np.testing.assert_array_equal(states, tiles.any(axis=(3, 5)) + tiles.all(axis=(3, 5)).astype(int))
 
 
 @pytest.mark.parametrize("seed", range(3))

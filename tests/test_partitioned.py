@@ -132,6 +132,10 @@ class Case:
         return {**tokens(*self.heads), **self.arrays}
 
 
+# Per head, in blocks that shards of rows do not respect: computed from a function, and whole blocks.
+BLOCKS = masks.block_mask(
+    masks.Custom(lambda b, n, t, s: (n + t // 5 + s // 3) % 3 > 0), T, S, (5, 3), heads=8
+) & masks.BlockMask(normal((B, 1, 4, 6)) < 0.7, (7, 3))
 REPLICATED_KEYS = {"key": P(), "value": P()}
 HEADS_OF_BATCH = P("data", "model")
 BATCH_ALONE = {"key": P("data"), "value": P("data")}
@@ -192,6 +196,13 @@ CASES = {
             "mask": masks.from_cu_seqlens([[0, 9, 20]] * B, [[0, 7, 15]] * B, T=T),
         },
         {"key": HEADS, "value": HEADS, "mask": P("data", "rows")},
+        mesh=(2, 2, 2),
+    ),
+    "rows of a block mask": Case(
+        P("data", "rows", "model"),
+        {},
+        {"key": HEADS, "value": HEADS},
+        {"mask": BLOCKS},
         mesh=(2, 2, 2),
     ),
     "functions of all indices": Case(

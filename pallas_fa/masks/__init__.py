@@ -5,6 +5,8 @@ from pallas_fa.masks.band import Window as Window
 from pallas_fa.masks.base import And as And
 from pallas_fa.masks.base import Mask as Mask
 from pallas_fa.masks.base import Or as Or
+from pallas_fa.masks.block_states import block_mask as block_mask
+from pallas_fa.masks.blocks import BlockMask as BlockMask
 from pallas_fa.masks.custom import Custom as Custom
 from pallas_fa.masks.dense import Dense as Dense
 from pallas_fa.masks.documents import from_cu_seqlens as from_cu_seqlens
@@ -14,6 +16,7 @@ from pallas_fa.masks.segments import Segments as Segments
 
 __all__ = [
     "And",
+    "BlockMask",
     "Causal",
     "Custom",
     "Dense",
@@ -23,5 +26,6 @@ __all__ = [
     "Or",
     "Segments",
     "Window",
+    "block_mask",
     "from_cu_seqlens",
 ]

@@ -14,11 +14,17 @@ Range questions, asked of the whole arrays before any loop, find the tiles worth
 Ranges may reach past the ends of the sequences; lo >= hi is the empty range. Masks without arrays take Python ints, NumPy
 arrays and traced scalars; from ints they return ints, so that loop bounds fold. Masks with arrays take NumPy arrays that
 bound tiles of one size, and return int32 arrays that broadcast to [B, N, tiles].
+
+A mask in which a `BlockMask` says what is worth visiting is asked for the state of each tile instead, since one interval a
+tile is too many: `tile_states(queries, keys)`. `kv_range` and the others then answer the hull.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
+
+import numpy as np
 
 from pallas_fa.operands import intervals
 from pallas_fa.operands.dims import Dims
@@ -28,6 +34,8 @@ from pallas_fa.operands.pytree import Node
 
 EVERYTHING = (-UNBOUNDED, UNBOUNDED)
 _NOTHING = (0, 0)
+EMPTY, BOUNDARY, FULL = 0, 1, 2  # the state of a tile: no pair of it is allowed, some may be, all are
+Tiles = tuple[np.ndarray, np.ndarray]  # starts and ends of the tiles of a sequence
 
 
 class Mask(Node):
@@ -62,6 +70,33 @@ class Mask(Node):
     def full_q_range(self, s_lo: Any, s_hi: Any) -> Range:
         """Returns [lo, hi): queries that attend to all keys s_lo <= s < s_hi, possibly not all such queries."""
         return _NOTHING
+
+    def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
+        """Returns the state of each tile of queries and keys: int8, broadcastable to [B, N, q tiles, kv tiles]."""
+        (lo, hi), (full_lo, full_hi) = (
+            [x[..., None] if np.ndim(x) else x for x in question(*queries)]
+            for question in (self.kv_range, self.full_kv_range)
+        )
+        start, end = keys
+        less = lambda a, b: operator.le(*intervals.with_equal_ranks(a, b))
+        some = less(lo, end - 1) & less(start + 1, hi)
+        every = less(full_lo, start) & less(end, full_hi)
+        states = intervals.where(every, FULL, intervals.where(some, BOUNDARY, EMPTY)).astype(np.int8)
+        return states.reshape((1,) * (4 - states.ndim) + states.shape)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a `BlockMask` in it says what is worth visiting."""
+        return False
+
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> "Mask":
+        """Returns this bound mask as a kernel tests it inside of tiles that `tile_states` calls boundary tiles.
+
+        Args:
+          sizes: queries and keys.
+          tiles: positions of their tiles.
+        """
+        return self
 
     def bind(self, dims: Dims, lengths: Any) -> "Mask":
         """Returns this mask bound to one call: arrays checked and shaped [B|1, N|1, T|1, S|1], alignment resolved.
@@ -113,6 +148,16 @@ class And(Mask):
     def moved(self, part: Part) -> Mask:
         return And(tuple(each.moved(part) for each in self.parts))
 
+    def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
+        return intervals.minimum(*(part.tile_states(queries, keys) for part in self.parts))
+
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
+        return And(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(part.has_blocks for part in self.parts)
+
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         result = self.parts[0].allowed(b, n, t, s)
         for part in self.parts[1:]:
@@ -147,6 +192,16 @@ class Or(Mask):
 
     def moved(self, part: Part) -> Mask:
         return Or(tuple(each.moved(part) for each in self.parts))
+
+    def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
+        return intervals.maximum(*(part.tile_states(queries, keys) for part in self.parts))
+
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
+        return Or(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(part.has_blocks for part in self.parts)
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         result = self.parts[0].allowed(b, n, t, s)

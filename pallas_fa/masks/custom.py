@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_fa.masks.base import EVERYTHING, Mask
+from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask
+from pallas_fa.operands import intervals
 from pallas_fa.operands.part import AtGlobalIndices
 from pallas_fa.operands.pytree import is_array
 
@@ -60,6 +62,18 @@ class Custom(Mask):
         # As kernels have them; scores convert theirs to the dtype of the logit.
         is_half = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
         return self.fn(b, n, t, s, *(x.astype(jnp.float32) if is_half(x) else x for x in self.arrays))
+
+    def tile_states(self, queries, keys):
+        if self.ranges is None:
+            return Mask.tile_states(self, queries, keys)
+        return intervals.minimum(self.ranges.tile_states(queries, keys), np.int8(BOUNDARY))
+
+    def in_tiles(self, sizes, tiles):
+        return Custom(self.fn, *self.arrays) if self.has_blocks else self
+
+    @property
+    def has_blocks(self):
+        return self.ranges is not None and self.ranges.has_blocks
 
     def kv_range(self, t_lo, t_hi):
         return EVERYTHING if self.ranges is None else self.ranges.kv_range(t_lo, t_hi)

@@ -27,8 +27,11 @@ UNSHARDED = "HSVD"  # dims that every device needs whole, in their order in the 
 
 
 def letters_of(x: Any) -> str:
-    """Returns the letters of an array of a mask or a score, [B|1, N|1, T|1, S|1] or [B|1, N|1, T + S - 1]."""
-    letters = "BND" if diagonals.spans(x) else "BNTS"
+    """Returns the letters of an array of a mask or a score.
+
+    It is [B|1, N|1, T|1, S|1] and dims of its own, or [B|1, N|1, T + S - 1].
+    """
+    letters = "BND" if diagonals.spans(x) else "BNTS".ljust(x.ndim, "_")
     return "".join(letter if size > 1 else "_" for letter, size in zip(letters, x.shape, strict=True))
 
 

@@ -1,10 +1,10 @@
 """How the arrays of masks and scores reach a kernel's tiles of logits.
 
 Seen from a tile of logits [queries, keys], an array [B|1, N|1, T|1, S|1] is a scalar, a row (one value per key), a column
-(one value per query) or a tile. A kernel that holds logits as [keys, queries] transposes its arrays first. Scalars are
-read from device memory where they are used. The others are copied to shared memory by TMA, which asks for rows of a
-multiple of 16 bytes (32 here, for tiles). No broadcast dim is ever materialised. An array that spans the diagonals is a
-tile that lies elsewhere in memory (`skewed`).
+(one value per query) or a tile; one of [B|1, N|1, 1, 1, q tiles, kv tiles] is a word for each tile. A kernel that holds
+logits as [keys, queries] transposes its arrays first. Scalars and words are read from device memory where they are used.
+The others are copied to shared memory by TMA, which asks for rows of a multiple of 16 bytes (32 here, for tiles). No
+broadcast dim is ever materialised. An array that spans the diagonals is a tile that lies elsewhere in memory (`skewed`).
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class KernelArray:
     `skewed`: how a tile that spans the diagonals lies in memory; None for other arrays.
     """
 
-    kind: Literal["scalar", "row", "column", "tile"]
+    kind: Literal["scalar", "row", "column", "tile", "word"]
     dtype: np.dtype
     stored_dtype: np.dtype
     batched: bool
@@ -53,6 +53,7 @@ class KernelArray:
             return cls("tile", dtype, dtype, x.shape[0] > 1, x.shape[1] > 1, skewed.width * dtype.itemsize, skewed)
         spans_t, spans_s = x.shape[2] > 1, x.shape[3] > 1
         kind = ("tile" if spans_s else "column") if spans_t else ("row" if spans_s else "scalar")
+        kind = "word" if x.ndim > 4 else kind
         dtype = np.dtype(x.dtype)
         if kind == "tile":
             stored = np.dtype(np.int8) if dtype == np.bool_ else dtype
@@ -71,11 +72,14 @@ class KernelArray:
         return f"an array of a mask or score has dtype {self.dtype.name}; the kernels load {', '.join(names)}"
 
     def in_memory(self, x: jax.Array) -> jax.Array:
-        """Returns the array as the kernel takes it: [B|1, N|1] + [], [S], [T] or [T, S], rows padded to `row_bytes`."""
+        """Returns the array as the kernel takes it: [B|1, N|1] + [], [S], [T] or [T, S], rows padded to `row_bytes`.
+
+        Of words: [B|1, N|1, q tiles, kv tiles].
+        """
         if self.skewed:
             return self.skewed.in_memory(x)
         x = x.astype(self.stored_dtype)
-        if self.kind == "scalar":
+        if self.kind in ("scalar", "word"):
             return x[:, :, 0, 0]
         x = x[:, :, 0, :] if self.kind == "row" else x[:, :, :, 0] if self.kind == "column" else x
         padding = [(0, 0)] * (x.ndim - 1) + [(0, self.row_bytes // self.stored_dtype.itemsize - x.shape[-1])]
@@ -151,6 +155,11 @@ class KernelArrays:
         return tuple(i for i, array in enumerate(self.arrays) if array.kind in kinds)
 
     @property
+    def in_smem(self) -> tuple[int, ...]:
+        """Returns the numbers of the arrays that are copied to shared memory."""
+        return self.of_kind("row", "column", "tile")
+
+    @property
     def streamed(self) -> tuple[int, ...]:
         """The numbers of the arrays that change along a row of logits."""
         return self.of_kind("row", "tile")
@@ -172,6 +181,7 @@ class KernelArrays:
 def _transpose(x: Any) -> Any:
     if diagonals.spans(x):
         return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.flip(x, 2)
+    axis = x.ndim - 2  # words have their tiles in the last two dims
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((*x.shape[:2], x.shape[3], x.shape[2]), x.dtype)
-    return jnp.swapaxes(x, 2, 3)
+        return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis + 1], x.shape[axis]), x.dtype)
+    return jnp.swapaxes(x, axis, axis + 1)

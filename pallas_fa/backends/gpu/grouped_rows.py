@@ -16,7 +16,6 @@ from jax import lax
 
 from pallas_fa.masks.base import And, Mask, all_of, parts_of
 from pallas_fa.masks.lengths import Lengths, lengths_of
-from pallas_fa.operands import diagonals
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.intervals import Range
 from pallas_fa.operands.layout import ordered
@@ -52,9 +51,9 @@ def per_query(problem: Problem, x: Any) -> Any:
 
 
 def has_rows(problem: Problem) -> bool:
-    """Whether masks and scores have a form by rows: not padding that differs between heads, nor arrays of diagonals."""
+    """Whether masks and scores have a form by rows: not block masks, padding that differs between heads, diagonals."""
     by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(lengths_of(problem.mask)))
-    return not by_head and not any(map(diagonals.spans, jax.tree.leaves((problem.score, problem.mask))))
+    return not by_head and all(len(x.shape) == 4 for x in jax.tree.leaves((problem.score, problem.mask)))
 
 
 def ask(question: Callable[[Any, Any], Range], group: int) -> Callable[[Any, Any], Range]:

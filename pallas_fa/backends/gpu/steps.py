@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.schedule import Visits, is_equal
+from pallas_fa.backends.gpu.visit_lists import VisitList
 
 
 class Steps(NamedTuple):
-    """Step i visits key block `last - i`, for first <= i < end.
+    """Step i visits key block `last - i`, for first <= i < end; or the i-th of a list.
 
     Blocks before step `boundary_end` and from step `full_end` on are boundary blocks; those between are full. What is
     known while tracing: 0 for `boundary_end` says that there are none at the start, None for `full_end` none at the end.
@@ -19,6 +20,7 @@ class Steps(NamedTuple):
     boundary_end: Any
     full_end: Any
     end: Any
+    listed: VisitList | None = None
 
     @classmethod
     def of(cls, visits: Visits) -> "Steps":
@@ -31,6 +33,16 @@ class Steps(NamedTuple):
         if not is_equal(visits.full_first, visits.first):
             full_end = jnp.maximum(visits.last - visits.full_first, boundary_end)
         return cls(visits.last - 1, 0, boundary_end, full_end, visits.last - visits.first)
+
+    @classmethod
+    def of_list(cls, listed: VisitList) -> "Steps":
+        """Returns the steps that visit what is listed; at least one."""
+        boundary_end = jnp.maximum(listed.boundary, 1)
+        return cls(listed.tile(0), 0, boundary_end, None, jnp.maximum(listed.count, 1), listed)
+
+    def key_block(self, i: Any) -> Any:
+        """Returns the key block that step i visits."""
+        return self.last - i if self.listed is None else self.listed.tile(i)
 
     @property
     def starts_full(self) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.schedule import Visits
+from pallas_fa.backends.gpu.visit_lists import VisitList
 from pallas_fa.operands import intervals
 from pallas_fa.operands.intervals import UNBOUNDED
 
@@ -53,28 +54,54 @@ class StreamedVisits:
         return schedule.as_lines(self._of_parts(self.mask, 1), self.blocks) if is_known else None
 
     @property
+    def listed(self) -> bool:
+        """Whether CTAs read from lists which tiles they visit, since a block mask leaves gaps."""
+        return self.mask is not None and self.mask.has_blocks
+
+    @property
     def parts(self) -> int:
         """Parts of a block with visits of their own: its warpgroups or 1.
 
         Where visits are known, skipping costs more than it saves (evidence: backward/skip-half-tiles).
         """
-        return self.warpgroups if self.mask is not None and self.known is None else 1
+        return self.warpgroups if self.mask is not None and self.known is None and not self.listed else 1
+
+    @property
+    def _whole_only(self):
+        """Whether a ragged last block finds no tile full: past the end are no keys."""
+        return self.kind.keys_stationary or self.scored
+
+    @property
+    def _full_tail(self):
+        """Whether a ragged last tile may be full: the statistics of queries past the end make their probabilities 0."""
+        return self.kind.keys_stationary and not self.scored
+
+    def _sides(self, stationary, streamed):
+        """(of queries, of keys)"""
+        return (streamed, stationary) if self.kind.keys_stationary else (stationary, streamed)
+
+    def in_tiles(self, mask: Any) -> Any:
+        """Returns what a CTA tests of a mask that has lists."""
+        return mask.in_tiles(self._sides(self.stationary, self.streamed), self._sides(self.block, self.tile))
 
     def _of_parts(self, mask, parts):
         """The visits of each of `parts` parts of all blocks."""
-        by_keys = self.kind.keys_stationary
-        whole_only = by_keys or self.scored  # past the end are no keys
+        by_keys, whole_only = self.kind.keys_stationary, self._whole_only
         if mask is None:
             ask = ask_full = lambda lo, hi: (0, UNBOUNDED)
         else:
             ask, ask_full = (mask.q_range, mask.full_q_range) if by_keys else (mask.kv_range, mask.full_kv_range)
-        # The statistics of queries past the end make their probabilities 0, whatever the mask.
-        size = self.tiles * self.tile if by_keys and not self.scored else self.streamed
+        size = self.tiles * self.tile if self._full_tail else self.streamed
         part = self.block // parts
         return schedule.visits_of_blocks(ask, ask_full, part, self.stationary, size, self.tile, whole_only, at_least=0)
 
     def table(self, mask: Any) -> Any:
-        """Returns the visits of all parts, for a mask with its arrays: int32 [B|1, N|1, parts of a head, 4]."""
+        """Returns the visits of all parts, for a mask with its arrays: int32 [B|1, N|1, parts of a head, 4], or lists."""
+        if self.listed:
+            sizes, tiles = self._sides(self.stationary, self.streamed), self._sides(self.block, self.tile)
+            states = visit_lists.tile_states(mask, sizes, tiles, self._sides(not self._whole_only, self._full_tail))
+            states = jnp.swapaxes(states, 2, 3) if self.kind.keys_stationary else states
+            return visit_lists.table(states, descending=False)
         parts = self.parts
         count = -(-self.stationary * parts // self.block)
         found = schedule.table(self._of_parts(mask, parts), count, self.blocks * parts)
@@ -90,7 +117,14 @@ class StreamedVisits:
         """Returns, in a kernel, the visits of a part of block `number` at batch entry b and query head n."""
         if self.known is not None:
             return Visits(*(line.at(number) for line in self.known))
+        if self.listed:  # their numbers in the list
+            of_block = self.list_of(table_ref, b, n, number)
+            return Visits(0, of_block.boundary, of_block.count, of_block.count)
         return schedule.in_table(table_ref, b, n, number * self.parts + part)
+
+    def list_of(self, table_ref: Any, b: Any, n: Any, number: Any) -> VisitList:
+        """Returns, in a kernel, the list of block `number` at batch entry b and query head n."""
+        return visit_lists.in_table(table_ref, b, n, number)
 
     def of_block(self, table_ref: Any, b: Any, n: Any, number: Any) -> tuple[Any, Any]:
         """Returns the tiles [first, last) of a whole block: from the first to the last that any part visits."""

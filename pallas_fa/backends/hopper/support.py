@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims
 from pallas_fa.backends.record import NO_DROPOUT, Support
+from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
@@ -66,6 +67,9 @@ def _config_reason(problem):
     from pallas_fa.backends.hopper.config import Config
 
     if isinstance(problem.config, Config):
+        split = problem.config.forward is not None and problem.config.forward.kv_splits > 1
+        if split and problem.mask is not None and problem.mask.has_blocks:
+            return f"config={problem.config!r} with a block mask, whose visits are not split"
         return None
     return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
 
@@ -83,12 +87,19 @@ def _functions_reason(problem):
         dtype = lambda a: jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), dtype(a)), tree)
 
-    for name, tree in (("mask", problem.mask), ("score", problem.score)):
-        if reason := closure.why_not_in_kernels(jax.tree.leaves(tree)):
+    tested = problem.mask
+    if tested is not None and tested.has_blocks:
+        # At least the largest tiles that shared memory takes.
+        tested = jax.eval_shape(lambda mask: mask.in_tiles((problem.dims.T, problem.dims.S), (192, 256)), tested)
+        for bits in (x for x in jax.tree.leaves(tested, is_leaf=_is_bits) if _is_bits(x) and not x.fits):
+            return f"the mask: a BlockMask of block={bits.block}; in its tiles it tests blocks of 64 or more"
+    for name, tree in (("mask", tested), ("score", problem.score)):
+        arrays = (x for x in jax.tree.leaves(tree, is_leaf=_is_bits) if not _is_bits(x))
+        if reason := closure.why_not_in_kernels(arrays):
             return f"the {name}: {reason}"
-    if problem.mask is not None:
+    if tested is not None:
         mask = lambda b, n, t, s, mask: mask.allowed(b, n, t, s)
-        reason = elementwise.why_not(mask, index, index, tile, tile, slices(problem.mask))
+        reason = elementwise.why_not(mask, index, index, tile, tile, slices(tested))
         if reason:
             return f"the mask: {reason}"
     if problem.score is not None:
@@ -97,6 +108,10 @@ def _functions_reason(problem):
         if reason:
             return f"the score: {reason}"
     return None
+
+
+def _is_bits(x):
+    return isinstance(x, BlockBits)
 
 
 def _rows_reason(problem):

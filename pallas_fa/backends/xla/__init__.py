@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
-from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
@@ -19,8 +18,11 @@ def _supports(problem: Problem) -> Support:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
         )
-    if problem.dims.has_symbolic_length and any(map(diagonals.spans, jax.tree.leaves(problem.score))):
-        return Support.neither("a symbolic length with a RelativeBias; its array cannot be padded to whole chunks")
+    arrays = jax.tree.leaves((problem.score, problem.mask))
+    if problem.dims.has_symbolic_length and any(len(x.shape) != 4 for x in arrays):
+        return Support.neither(
+            "a symbolic length with a RelativeBias or a BlockMask, which are not padded to whole chunks"
+        )
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 

@@ -31,7 +31,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         return start  # every row is empty; a chunk of size 0 would divide by 0
     q, k, v = prepare(problem, operands)
     queries, keys = chunks.split_axes(problem)
-    visited = chunks.visits(mask, "kv_range", queries, keys)
+    over_visited = chunks.loop_over_visited(mask, "kv_range", queries, keys)
 
     def q_step(i, outputs):
         q_i = heads_first(queries.cut(q, i, 1))
@@ -47,7 +47,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         rows = q_i.shape[:3]
         zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
         start = tile.softmax_start(rows, problem.acc_dtype, operands.sinks)
-        state, acc = lax.fori_loop(*visited(i), kv_step, (start, zeros))
+        state, acc = over_visited(i, kv_step, (start, zeros))
         factor, lse_i = tile.softmax_finish(state)
         results = (acc * factor[..., None]).astype(problem.dtype), lse_i
         # Rows in the overlap of two chunks are written twice, with the same values.
@@ -80,7 +80,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     d_out = d_out.astype(matmul_dtype(problem))
     q, k, v = prepare(problem, operands)
     queries, keys = chunks.split_axes(problem)
-    visited = chunks.visits(mask, "q_range", keys, queries)
+    over_visited = chunks.loop_over_visited(mask, "q_range", keys, queries)
 
     def kv_step(j, carry):
         k_j, v_j = (heads_first(keys.cut(x, j, 1)) for x in (k, v))
@@ -106,7 +106,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
 
         dq, dk, dv, d_arrays = carry
         zeros = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), acc_dtype) for x in (k_j, v_j))
-        dq, dk_j, dv_j, d_arrays = lax.fori_loop(*visited(j), q_step, (dq, *zeros, d_arrays))
+        dq, dk_j, dv_j, d_arrays = over_visited(j, q_step, (dq, *zeros, d_arrays))
         dk, dv = (keys.add(d, jnp.transpose(d_j, (0, 3, 1, 2)), j, 1) for d, d_j in ((dk, dk_j), (dv, dv_j)))
         return dq, dk, dv, d_arrays
 

@@ -150,14 +150,11 @@ def visits(
     Returns:
       A function of an outer chunk: the first inner chunk, and one past the last, that any batch entry or head needs.
     """
-    if isinstance(outer.count, int):
-        starts = np.minimum(np.arange(outer.count) * outer.chunk, outer.size - outer.chunk)
-    else:  # only masks that compute with positions alone can be asked about tiles of an unknown number
+    if not isinstance(outer.count, int):  # masks that compute with positions alone can be asked about unknown tiles
         mask = all_of([part for kind in (Causal, Window, Lengths) for part in parts_of(mask, kind)])
-        starts = jnp.arange(outer.count, dtype=jnp.int32) * outer.chunk
     if mask is None:
         return lambda i: (np.int32(0), inner.last)
-    lo, hi = getattr(mask, question)(starts, starts + outer.chunk)
+    lo, hi = getattr(mask, question)(*_tiles(outer))
     xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), inner.size)
     needed = lo < hi
@@ -169,6 +166,34 @@ def visits(
     first, end = divide(lo.min(axis=0), chunk), divide(hi.max(axis=0) + (chunk - 1), chunk)
     at = lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
     return lambda i: (at(first, i), at(end, i))
+
+
+def loop_over_visited(
+    mask: Mask | None, question: Literal["kv_range", "q_range"], outer: Chunks, inner: Chunks
+) -> Callable[[Any, Callable[[Any, Any], Any], Any], Any]:
+    """Returns loop(i, body, carry), which loops body(j, carry) over the inner chunks j that outer chunk i needs.
+
+    Those of `visits`, whose arguments these are, or where a block mask says which, these alone.
+    """
+    if mask is None or not mask.has_blocks:
+        visited = visits(mask, question, outer, inner)
+        return lambda i, body, carry: lax.fori_loop(*visited(i), body, carry)
+    sides = (outer, inner) if question == "kv_range" else (inner, outer)
+    needed = mask.tile_states(*map(_tiles, sides)).max(axis=(0, 1)) > 0
+    needed = jnp.broadcast_to(needed, tuple(side.count for side in sides))
+    needed = needed if question == "kv_range" else needed.T
+    counts, lists = needed.sum(axis=1, dtype=jnp.int32), jnp.argsort(~needed, axis=1)
+    return lambda i, body, carry: lax.fori_loop(
+        np.int32(0), counts[i], lambda n, carry: body(lists[i, n], carry), carry
+    )
+
+
+def _tiles(chunks):
+    if isinstance(chunks.count, int):
+        starts = np.minimum(np.arange(chunks.count) * chunks.chunk, chunks.size - chunks.chunk)
+    else:
+        starts = jnp.arange(chunks.count, dtype=jnp.int32) * chunks.chunk
+    return starts, starts + chunks.chunk
 
 
 def cut_tile(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:

@@ -84,7 +84,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
     first_store = dq is not None and plan.config.first_store
-    arrays = plan.arrays.in_memory(score, mask)
+    arrays = plan.arrays.in_memory(score, plan.visits.in_tiles(mask) if plan.visits.listed else mask)
     if plan.visits.known is None:
         arrays.append(plan.visits.table(mask))
     starts = []

@@ -97,7 +97,7 @@ def _head(w, n, done, accs):
 
     def over(start, end, body, sums):
         """Calls body(tile, steps before it, sums) over tiles [start, end)."""
-        if schedule.is_equal(start, end):
+        if start is end or schedule.is_equal(start, end):
             return sums
         before = done + (start - first)
         # A loop from 0 takes fewer registers.
@@ -105,8 +105,10 @@ def _head(w, n, done, accs):
 
     def run(start, end, is_boundary, sums):
         def body(tile, before, sums):
-            streamed = work.staggered(plan, block, tile) * plan.config.width
-            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, scalars)
+            tile = work.tile_of_step(plan, block, table, n, tile)
+            streamed = tile * plan.config.width
+            here = scalars | w.words(n, tile) if is_boundary else scalars
+            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here)
             return step(w, at, before, sums, accs)
 
         return over(start, end, body, sums)

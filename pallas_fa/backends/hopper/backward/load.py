@@ -40,7 +40,7 @@ class Load:
         streamed = pl.ds(tile * c.width, c.width)
         pl.when(done >= c.stages[0])(lambda: self.barriers["streamed_qk_free"].wait(slots[0]))
         self._streamed("streamed_qk", "neg_lse", n, slots[0], streamed)
-        for a in plan.arrays.of_kind("row", "column", "tile"):
+        for a in plan.arrays.in_smem:
             self._array(a, n, slots[0], streamed)
         if plan.kind.accumulates_qk:
             pl.when(done == 0)(lambda: self._stationary("stationary_pv", "delta"))

@@ -83,8 +83,9 @@ class BackwardPlan:
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; rows have one value per streamed position, columns one per stationary position."""
-        problem = self.problem
-        return KernelArrays.of(problem.score, problem.mask, problem.dims, transposed=self.kind.keys_stationary)
+        problem, mask = self.problem, self.problem.mask
+        mask = jax.eval_shape(self.visits.in_tiles, mask) if self.visits.listed else mask
+        return KernelArrays.of(problem.score, mask, problem.dims, transposed=self.kind.keys_stationary)
 
     @functools.cached_property
     def score_gradients(self) -> ScoreGradients:

@@ -63,7 +63,7 @@ def _arrays(plan):
     return {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
         for i, array in enumerate(plan.arrays)
-        if array.kind != "scalar"
+        if i in plan.arrays.in_smem
     }
 
 
@@ -104,7 +104,7 @@ def _operands(plan):
     c, kind, tiles = plan.config, plan.kind, plan.tiles
     # A ring's barrier also counts the copies of statistics and arrays that come with each tile.
     statistic = int(kind.keys_stationary)
-    arrays = sum(c.compute_wgs if array.kind == "tile" else array.kind != "scalar" for array in plan.arrays)
+    arrays = sum(c.compute_wgs if plan.arrays[i].kind == "tile" else 1 for i in plan.arrays.in_smem)
     scratch = dict(
         streamed_qk_ready=plgpu.Barrier(
             num_arrivals=tiles.streamed_qk.chunks + statistic + arrays, num_barriers=c.stages[0]

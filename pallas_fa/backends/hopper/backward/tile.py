@@ -19,7 +19,7 @@ TILE, PER_STATIONARY, PER_STREAMED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.redu
 class TilePlace(NamedTuple):
     """Where a tile is: batch entry, query head, its first stationary and streamed position, the warpgroup in its CTA.
 
-    `is_boundary`: whether the mask may hide some of it; `scalars`: the arrays without positions, by number.
+    `is_boundary`: whether the mask may hide some of it; `scalars`: the arrays without positions and the words, by number.
     """
 
     b: Any
@@ -93,7 +93,7 @@ def _array(plan, i, at, scratch, slot):
     array, shape, in_score = plan.arrays[i], (64, plan.config.width), i < plan.arrays.in_score
     if not in_score and not at.is_boundary:
         return None
-    if array.kind == "scalar":
+    if array.kind in ("scalar", "word"):
         x = array.restore(at.scalars[i])
         gets_gradient = in_score and jnp.issubdtype(array.dtype, jnp.floating)
         return lax.broadcast_in_dim(x, shape, []) if gets_gradient else x

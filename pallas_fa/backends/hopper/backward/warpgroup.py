@@ -63,6 +63,13 @@ class Warpgroup:
         """Says that this warpgroup reads the tile of `streamed_pv` no more."""
         self.barriers["streamed_pv_free"].arrive(slots.pv)
 
+    def words(self, n: Any, tile: Any) -> dict[int, Any]:
+        """Returns the arrays that have a word for each tile, by number."""
+        arrays, block = self.plan.arrays, self.block
+        return {
+            i: self.gmem.arrays[i][(*arrays[i].index(block.b, n), block.number, tile)] for i in arrays.of_kind("word")
+        }
+
     def scalars(self, n: Any) -> dict[int, Any]:
         """Returns the arrays without positions, by number, for query head n."""
         arrays = self.plan.arrays

@@ -1,5 +1,6 @@
 """The backward kernel's work: which CTA holds what, and in which order it visits the tiles of the streamed sequence."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def for_heads(plan: BackwardPlan, block: Block, body: Callable[[Any, Any], Any])
 def for_steps(plan: BackwardPlan, block: Block, visit_table: Any, step: Callable[[Any, Any, Any], None]) -> Any:
     """Calls step(tile, n, steps before) for each step of a block; returns the number of all steps.
 
-    The steps go head after head, each from its first tile up, or from a tile of the CTA's own around (`staggered`).
+    The steps go head after head, each from its first tile up, or as `tile_of_step` says.
 
     Or (`Order.by_tile`) they go tile after tile, each for all heads, and in every second head group from the last tile
     down. The CTAs of one key head then stay close to each other and find in the L2 cache what others loaded, if head
@@ -58,17 +59,21 @@ def for_steps(plan: BackwardPlan, block: Block, visit_table: Any, step: Callable
 
     def head(n, done):
         first, last = plan.visits.of_block(visit_table, block.b, n, block.number)
-        lax.fori_loop(first, last, lambda tile, _: step(staggered(plan, block, tile), n, done + (tile - first)), None)
+        tile_of = functools.partial(tile_of_step, plan, block, visit_table, n)
+        lax.fori_loop(first, last, lambda i, _: step(tile_of(i), n, done + (i - first)), None)
         return done + (last - first)
 
     return for_heads(plan, block, head)
 
 
-def staggered(plan: BackwardPlan, block: Block, tile: Any) -> Any:
-    """Returns the tile that the CTA visits in the place of `tile`, so that CTAs start at different ones.
+def tile_of_step(plan: BackwardPlan, block: Block, visit_table: Any, n: Any, tile: Any) -> Any:
+    """Returns the tile that the CTA visits in the place of `tile`: the one of that number in its list, if it has one.
 
-    CTAs that add to the same tile of dQ serialise; a start some tiles after the neighbour's avoids it.
+    Else tiles in an order of the CTA's own. CTAs that add to the same tile of dQ serialise; a start some tiles after the
+    neighbour's avoids it.
     """
+    if plan.visits.listed:
+        return plan.visits.list_of(visit_table, block.b, n, block.number).tile(tile)
     stagger, tiles = plan.order.stagger, plan.visits.tiles
     return lax.rem(tile + block.number * stagger, jnp.int32(tiles)) if stagger else tile
 

@@ -60,6 +60,8 @@ def remark(problem: Problem, gpu: Gpu) -> str | None:
 
 def _splits(plan, gpu):
     """How many parts take least time, if all take the same time and CTAs of one multiprocessor share its bandwidth."""
+    if plan.visit_lists:  # which are not split
+        return 1
 
     def time(splits):
         rounds = -(-plan.grid.ctas * splits // gpu.multiprocessors)

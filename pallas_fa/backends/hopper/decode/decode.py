@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_fa.backends.gpu import grouped_rows, schedule
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.decode.choose import choose
-from pallas_fa.backends.hopper.forward.forward import run
+from pallas_fa.backends.hopper.forward.forward import run, visit_table
 from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem
@@ -25,7 +25,9 @@ def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = 
     sinks, operands = operands.sinks, operands._replace(sinks=None)
     problem = dataclasses.replace(problem, sinks=None)
     plan = choose(problem, gpu, interpret)
-    visits = _visit_table(plan, operands.mask, problem.group if plan.rows_first else 1)
+    visits = (
+        _visits_of_rows(plan, operands.mask, problem.group) if plan.rows_first else visit_table(plan, operands.mask)
+    )
     out, lse = run(plan, grouped_rows.of_operands(problem, operands) if plan.rows_first else operands, visits)
     lse = lse[:, :, : plan.problem.dims.T]
     # In the order of the rows, so that XLA reorders the sum and not each part.
@@ -47,7 +49,7 @@ def _merged(out, lse, splits):
     return merge(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits))) if splits > 1 else (out, lse)
 
 
-def _visit_table(plan, mask, group):
+def _visits_of_rows(plan, mask, group):
     """The visit table of the rows, from the mask of the call; None where the mask has no arrays."""
     if mask is None or not plan.visit_table:
         return None

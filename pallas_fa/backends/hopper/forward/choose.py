@@ -29,7 +29,7 @@ def _facts(problem):
         heads=problem.dims.B * problem.dims.N,
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),
-        packed=bool(parts_of(problem.mask, masks.Segments)),
+        packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
     )
 
 

@@ -95,7 +95,7 @@ class Compute:
 
     def _first_step(self, i, is_boundary):
         """Returns (acc, maximum, partial sums, p). Nothing is accumulated yet."""
-        plan, scratch, slot = self.plan, self.scratch, self._slot(i)
+        plan, scratch, slot, visited = self.plan, self.scratch, self._slot(i), self.logits.visited(i)
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         self._wait_to_issue()
 
@@ -111,7 +111,9 @@ class Compute:
         per_query = TILE.reduce(1)
         m = plgpu.layout_cast(jnp.full((64,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), per_query)
         l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
-        x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary)  # the factor is that of all steps
+        x, self.factor = self.logits.apply(
+            x, jnp.asarray(i, jnp.int32), is_boundary, visited
+        )  # the factor is that of all steps
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
         return acc, m, l, p.astype(plan.problem.dtype)
@@ -120,7 +122,7 @@ class Compute:
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
         acc, m, l, p = carry
         plan, scratch = self.plan, self.scratch
-        k_slot, v_slot = self._slot(i), self._slot(i - 1)
+        k_slot, v_slot, visited = self._slot(i), self._slot(i - 1), self.logits.visited(i)
 
         def matmuls(accs, x_acc):
             self.wgmma.inner_products(x_acc, self.q, self.k.at[k_slot])
@@ -129,7 +131,7 @@ class Compute:
             self._let_next_issue()
             x = self.wgmma.result(x_acc, in_flight=len(accs))
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
-            results = online_softmax(plan, *self.logits.apply(x, i, is_boundary), m, l, is_boundary)
+            results = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[0]
             return results

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper.forward.choose import choose
@@ -42,10 +42,16 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
 
 
 def visit_table(plan: ForwardPlan, mask: Any) -> Any:
-    """Returns which key blocks each query block visits, as `schedule.table` does; None where the mask has no arrays."""
+    """Returns which key blocks each query block visits, as `schedule.table` or `visit_lists.table` does.
+
+    None where the mask has no arrays.
+    """
+    dims, config = plan.problem.dims, plan.config
     if mask is None or not plan.visit_table:
         return None
-    dims, config = plan.problem.dims, plan.config
+    if plan.visit_lists:
+        states = visit_lists.tile_states(mask, (dims.T, dims.S), (config.block_q, config.block_kv), (True, False))
+        return visit_lists.table(states, descending=True)
     sizes = config.block_q, dims.T, dims.S, config.block_kv
     found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
     return schedule.table(found, plan.blocks.count, plan.blocks.count)
@@ -59,7 +65,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     """
     q, k, v, score, mask, sinks = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
-    arrays = plan.arrays.in_memory(score, mask)
+    arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
     if visits is not None:
         arrays.append(visits)
     if sinks is not None:

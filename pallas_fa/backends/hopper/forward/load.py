@@ -32,7 +32,7 @@ class Load:
         plan, scratch = self.plan, self.scratch
         step = self.block.done + i
         slot = lax.rem(step, plan.config.stages)
-        keys = pl.ds((steps.last - i) * plan.config.block_kv, plan.config.block_kv)
+        keys = pl.ds(steps.key_block(i) * plan.config.block_kv, plan.config.block_kv)
         wait_free(plan, step, slot, scratch["k_free"])
         self._keys_or_values("k", keys, slot, scratch["k_ready"].at[slot])
         if plan.blocks.pairs:  # after the first keys, which need not wait for the end of the block before

@@ -1,6 +1,6 @@
 """Scores and masks on a tile of logits of the forward kernel."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +16,13 @@ from pallas_fa.scores.base import evaluate
 TILE = plgpu.Layout.WGMMA
 
 
+class Visited(NamedTuple):
+    """Where a block mask says what a step visits: the key block, and the words of the mask's arrays, by number."""
+
+    key_block: Any
+    words: dict[int, Any]
+
+
 class Logits:
     """Brings the products of queries and keys to logits, for the 64 queries from `t0` on of warpgroup `wg`."""
 
@@ -25,7 +32,15 @@ class Logits:
         self.plan, self.block, self.steps, self.wg, self.t0 = plan, block, steps, wg, t0
         self.gmem, self.scratch = gmem, scratch
 
-    def apply(self, x: Any, i: Any, is_boundary: bool) -> tuple[Any, float]:
+    def visited(self, i: Any) -> "Visited | None":
+        """Returns what step i reads from device memory, which is to be asked for before the wait for its keys."""
+        if not self.plan.visit_lists:
+            return None
+        key_block, arrays, block = self.steps.key_block(i), self.plan.arrays, self.block
+        word = lambda a: self.gmem.arrays[a][(*arrays[a].index(block.b, block.n), block.number, key_block)]
+        return Visited(key_block, {a: word(a) for a in arrays.of_kind("word")})
+
+    def apply(self, x: Any, i: Any, is_boundary: bool, visited: "Visited | None") -> tuple[Any, float]:
         """Returns (y, factor > 0) whose product are the logits of step i, after score and mask; -inf where masked.
 
         `x`: the products of queries and keys, unscaled.
@@ -34,9 +49,10 @@ class Logits:
         factor = problem.scale
         if problem.score is None and not is_boundary:
             return with_positive_factor(x, factor)
-        score, mask = self._arrays(x.shape, i, is_boundary)
+        score, mask = self._arrays(x.shape, i, is_boundary, visited)
         t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
-        s = (self.steps.last - i) * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        key_block = visited.key_block if visited else self.steps.key_block(i)
+        s = key_block * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
         if problem.score is not None:
             apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
             x, factor = elementwise.inline_times(apply, x, t, s, score)
@@ -62,23 +78,25 @@ class Logits:
         array = self.plan.arrays[a]
         return array.restore(self.gmem.arrays[a][array.index(self.block.b, self.block.n)])
 
-    def _arrays(self, shape, i, is_boundary):
+    def _arrays(self, shape, i, is_boundary, visited):
         """(score, mask) with their arrays for step i: scalars, or broadcast to the tile; None where not loaded."""
         plan, scratch = self.plan, self.scratch
         uses_streamed = plan.arrays.streamed and (plan.score_streams or is_boundary)
         slot = self.array_slot(i) if uses_streamed else None
         if slot is not None:
             plgpu.barrier_wait(scratch["arrays_ready"].at[slot])
-        loaded = [self._array(a, slot, shape) for a in range(len(plan.arrays))]
+        loaded = [self._array(a, slot, shape, visited) for a in range(len(plan.arrays))]
         if slot is not None:
             plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
             plgpu.barrier_arrive(scratch["arrays_free"].at[slot])
         return plan.arrays.unflatten(loaded)
 
-    def _array(self, a, slot, shape):
+    def _array(self, a, slot, shape, visited):
         array = self.plan.arrays[a]
         if array.kind == "scalar":
             return self._scalar(a)
+        if array.kind == "word":
+            return visited.words[a]
         smem = self.scratch[f"array{a}_smem"]
         if array.kind == "column":
             return array.load(smem.at[self.wg], shape, TILE)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,19 @@ class ForwardPlan:
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; rows have one value per key."""
-        return KernelArrays.of(self.problem.score, self.problem.mask, self.problem.dims)
+        problem, mask = self.problem, self.problem.mask
+        mask = jax.eval_shape(self.in_tiles, mask) if self.visit_lists else mask
+        return KernelArrays.of(problem.score, mask, problem.dims)
+
+    @property
+    def visit_lists(self) -> bool:
+        """Whether CTAs read from lists which key blocks they visit, since a block mask leaves gaps."""
+        return self.problem.mask is not None and self.problem.mask.has_blocks
+
+    def in_tiles(self, mask: Any) -> Any:
+        """Returns what a CTA tests of a mask that has lists."""
+        dims, c = self.problem.dims, self.config
+        return mask.in_tiles((dims.T, dims.S), (c.block_q, c.block_kv))
 
     @property
     def visit_table(self) -> bool:

@@ -19,7 +19,7 @@ class ForwardFacts(NamedTuple):
     heads: query heads of all batch entries.
     uniform: all queries visit the same keys, and there is no score.
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
-    packed: it has segment ids, so these keys may be few.
+    packed: it has segment ids or blocks, so these keys may be few.
     """
 
     head_dim: int

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.grid import quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -43,6 +43,8 @@ def result_entry(plan: ForwardPlan, block: QueryBlock) -> Any:
 
 def steps_of(plan: ForwardPlan, block: QueryBlock, visit_table: Any) -> Steps:
     """Returns all steps of a block over its part of the keys."""
+    if plan.visit_lists:
+        return Steps.of_list(visit_lists.in_table(visit_table, block.b, block.n, block.number))
     if plan.visit_table:
         visits = schedule.in_table(visit_table, block.b, block.n, block.number)
     else:

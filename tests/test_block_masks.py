@@ -1,0 +1,213 @@
+"""Block masks, computed and given, against dense truth; what callers can get wrong."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import masks
+from pallas_fa.backends.gpu import visit_lists
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
+from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_mask
+from pallas_fa.problem import normalise
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
+
+B, T, S, N, K, H = 2, 150, 203, 4, 2, 16
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).standard_normal(shape, np.float32)
+
+
+QKV = normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, H + 8)
+
+
+def attend(mask, implementation, qkv=QKV):
+    """(out, lse, gradients of a function of both)"""
+
+    def loss(qkv):
+        out, lse = pallas_fa.dot_product_attention(*qkv, mask=mask, implementation=implementation, return_residual=True)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse > -jnp.inf, jnp.sin(lse), 0)), (out, lse)
+
+    gradients, results = jax.jit(jax.grad(loss, has_aux=True))(qkv)
+    return results, gradients
+
+
+def natten(t, s, width=15, reach=2):
+    near = lambda i, j: abs(i - j) <= reach
+    return near(t // width, s // width) & near(t % width, s % width)
+
+
+PATTERNS = {
+    "natten": lambda b, n, t, s: natten(t, s),
+    "dilated window": lambda b, n, t, s: (abs(t - s) <= 60) & ((t - s) % 4 == 0),
+    "sinks and a window": lambda b, n, t, s: (s < 3) | ((t - 20 <= s) & (s <= t)),
+    "per head": lambda b, n, t, s: jnp.where(n < 2, s <= t, natten(t, s)),
+    "per batch entry, with empty rows": lambda b, n, t, s: (t // 40 + s // 50 + b) % 3 == 0,
+}
+
+
+def truth(fn):
+    """bool [B, N, T, S]"""
+    return np.broadcast_to(fn(*np.ogrid[:B, :N, :T, :S]), (B, N, T, S))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_computed_block_mask_is_its_mask(name, small_chunks):
+    fn = PATTERNS[name]
+    block, batch, heads = (32, 48), B if "batch" in name else (), N if "head" in name else None
+    made = block_mask(Custom(fn), T, S, block, batch=batch, heads=heads)
+    assert made.blocks.shape == (*((B,) if "batch" in name else ()), N if "head" in name else 1, 5, 5)
+    want = attend(truth(fn), "reference")
+    for mask, implementation in ((made, "reference"), (made, "xla"), (Custom(fn, ranges=made), "xla")):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), attend(mask, implementation), want)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_blocks_are_dense_masks(seed, small_chunks):
+    rng = np.random.default_rng(seed)
+    q, kv = rng.integers(5, 90, 2)
+    shape = (*((B, N), (1, N), (1, 1))[seed], -(-T // q), -(-S // kv))
+    blocks = rng.random(shape) < 0.3
+    dense = blocks.repeat(q, 2)[:, :, :T].repeat(kv, 3)[..., :S]
+    given = BlockMask(blocks, (q, kv))
+    for mask, allowed in (
+        (given, dense),
+        (given | Window(5, 0), dense | truth(lambda b, n, t, s: (s <= t) & (t - 5 <= s))),
+    ):
+        want = attend(allowed, "reference")
+        for implementation in ("reference", "xla"):
+            jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), attend(mask, implementation), want)
+
+
+def test_it_travels_through_transformations(small_chunks):
+    """It is a pytree that is built once, outside or inside of jit, and may have a value for each step of vmap or scan."""
+    fn, blocks = PATTERNS["natten"], np.random.default_rng(0).random((3, 2, 3)) < 0.6
+    attend = lambda mask: pallas_fa.dot_product_attention(*QKV, mask=mask, implementation="xla")
+    want = attend(truth(fn))
+    inside = jax.jit(lambda: attend(block_mask(Custom(fn), T, S, 64)))()
+    outside = jax.jit(attend)(block_mask(Custom(fn), T, S, 64))
+    for got in (inside, outside):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+    many = lambda blocks: attend(BlockMask(blocks, (75, 80)))
+    want = np.stack([many(x) for x in blocks])
+    np.testing.assert_allclose(jax.vmap(many)(blocks), want, atol=2e-6)
+    np.testing.assert_allclose(jax.lax.map(many, blocks), want, atol=2e-6)
+
+
+def test_second_derivatives():
+    mask = BlockMask(np.random.default_rng(0).random((2, 3)) < 0.6, (75, 80))
+    dense = Dense(np.asarray(mask.blocks).repeat(75, 0).repeat(80, 1)[:T, :S])
+
+    def hessian_product(mask):
+        loss = lambda q: jnp.sin(pallas_fa.dot_product_attention(q, *QKV[1:], mask=mask, implementation="xla")).sum()
+        return jax.grad(lambda q: jnp.sum(jnp.sin(jax.grad(loss)(q))))(QKV[0])
+
+    np.testing.assert_allclose(hessian_product(mask), hessian_product(dense), atol=1e-5)
+
+
+def test_bottom_right_is_aligned_when_the_blocks_are_computed():
+    """Not to the lengths of the call, or the states would be those of another mask."""
+    mask = block_mask(Causal("bottom_right"), T, S, 64)
+    kv = np.array([S, 60])
+    call = functools.partial(pallas_fa.dot_product_attention, *QKV, key_value_seq_lengths=kv, implementation="xla")
+    dense = truth(lambda b, n, t, s: s <= t + S - T)
+    np.testing.assert_allclose(call(mask=mask), call(mask=dense), atol=2e-6)
+
+
+# ---- kernels: their bodies are interpreted with the other masks ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("few", (512, 1), ids=("by sums", "by a sort"))
+@pytest.mark.parametrize("descending", (True, False))
+def test_lists_have_boundary_tiles_first(descending, few, monkeypatch):
+    monkeypatch.setattr(visit_lists, "_FEW", few)
+    states = np.random.default_rng(0).integers(0, 3, (2, 3, 5, 9)).astype(np.int8)
+    table = np.asarray(visit_lists.table(states, descending))
+    for at in np.ndindex(2, 3, 5):
+        boundary, full = (np.flatnonzero(states[at] == state)[:: -1 if descending else 1] for state in (1, 2))
+        counts, listed = table[at][:2], table[at][2:]
+        assert counts.tolist() == [len(boundary), len(boundary) + len(full)]
+        np.testing.assert_array_equal(listed[: counts[1]], [*boundary, *full])
+        assert sorted(listed) == list(range(9)), "what an empty list starts with is a tile, too"
+
+
+def test_the_kernel_reads_no_values_of_empty_blocks():
+    blocks = np.array([[1, 0, 1, 0], [0, 1, 0, 1]], bool)
+    x = normal(1, 256, 1, 64).astype(jnp.bfloat16)
+    poisoned = np.where(np.arange(256)[:, None, None] // 64 % 2 == 0, np.nan, x).astype(x.dtype)
+    problem, operands = normalise(
+        x, x, poisoned, mask=BlockMask(blocks, (128, 64)), config=Config(ForwardConfig(2, 64))
+    )
+    (out, _), races = interpreted(problem, operands)
+    assert not races
+    is_nan = np.isnan(np.asarray(out, np.float32))
+    assert is_nan[:, :128].all() and not is_nan[:, 128:].any()
+
+
+def _natten_of_heads(b, n, t, s):
+    return natten(t, s, 20) & (s >= n)
+
+
+_GIVEN = BlockMask(np.eye(16, dtype=bool) | (np.arange(16) < 2), 64)
+KERNEL_MASKS = {
+    "computed": lambda: block_mask(Custom(_natten_of_heads), 1000, 1024, heads=4),
+    "given": lambda: _GIVEN & Causal(),
+    "ranges": lambda: Custom(_natten_of_heads, ranges=_GIVEN),
+}
+
+
+@pytest.mark.parametrize(
+    "name, deterministic", [("computed", False), ("computed", True), ("given", False), ("ranges", False)]
+)
+def test_kernels_lower(name, deterministic):
+    mask = KERNEL_MASKS[name]()
+    q, k = (jax.ShapeDtypeStruct((2, length, heads, 128), jnp.bfloat16) for length, heads in ((1000, 4), (1024, 2)))
+    keywords = dict(mask=mask, deterministic_gradients=deterministic)
+    explained = pallas_fa.explain(q, k, k, **keywords)
+    assert "mosaic_gpu: runs this call" in explained and "gradients" not in explained
+    loss = lambda qkv: pallas_fa.dot_product_attention(*qkv, **keywords, implementation="mosaic_gpu").sum()
+    assert kernels(jax.grad(loss), (q, k, k)) == (3 if deterministic else 2)
+
+
+def test_small_blocks_run_in_the_kernels_only_with_a_function():
+    x, blocks = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16), BlockMask(np.eye(64, dtype=bool), 16)
+    assert "blocks of 64 or more" in pallas_fa.explain(x, x, x, mask=blocks)
+    with_function = Custom(lambda b, n, t, s: t // 16 == s // 16, ranges=blocks)
+    assert "mosaic_gpu: runs this call" in pallas_fa.explain(x, x, x, mask=with_function)
+
+
+# ---- what callers can get wrong ----------------------------------------------------------------------------------------
+
+_DEPENDS = "pass batch= and heads="
+WRONG = {
+    "an int array": (lambda: BlockMask(np.ones((2, 4), int)), "TypeError: BlockMask takes a bool array .* `blocks != 0`"),
+    "a vector": (lambda: BlockMask(np.ones(4, bool)), "TypeError: BlockMask takes a bool array"),
+    "no block": (lambda: BlockMask(np.ones((2, 4), bool), 0), "ValueError: block=0 must be"),
+    "no mask": (lambda: block_mask(np.ones((T, S), bool), T, S), "TypeError: .*Dense"),
+    "no length": (lambda: block_mask(Causal(), T, 0), "ValueError: .*S=0 must be"),
+    "heads": (lambda: block_mask(Custom(PATTERNS["per head"]), T, S), "ValueError: .*on the head.*pass heads="),
+    "entries": (lambda: block_mask(Custom(lambda b, n, t, s: s > b), T, S), "ValueError: .*batch entry.*pass batch="),
+    "an array of heads": (lambda: block_mask(Dense(np.ones((N, T, S), bool)), T, S), f"ValueError: .*{_DEPENDS}"),
+    "other lengths": (lambda: attend(block_mask(Causal(), T, S + 1), "xla"), r"ValueError: .*block_mask\(mask, 150, 203\)"),
+    "other blocks": (lambda: attend(BlockMask(np.ones((2, 3), bool)), "xla"), r"ValueError: blocks.shape=.*end in \(2, 2\)"),
+    "other heads": (lambda: attend(BlockMask(np.ones((3, 2, 2), bool)), "xla"), "ValueError: blocks.shape=.*broadcast"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name):
+    call, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    assert re.search(message, f"{error.type.__name__}: {error.value}", re.DOTALL), error.value
+
+
+def test_states_take_a_byte_a_block():
+    made = jax.eval_shape(lambda: block_mask(masks.Window(1000, 0), 2**17, 2**17))
+    assert made.blocks.shape == (1, 1024, 1024) and made.blocks.dtype == jnp.int8
