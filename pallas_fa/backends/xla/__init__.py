@@ -5,10 +5,7 @@ Its code is imported when it first runs.
 
 from typing import Any
 
-import jax
-
 from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
-from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
@@ -19,8 +16,6 @@ def _supports(problem: Problem) -> Support:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
         )
-    if problem.dims.has_symbolic_length and any(map(diagonals.spans, jax.tree.leaves(problem.score))):
-        return Support.neither("a symbolic length with a RelativeBias; its array cannot be padded to whole chunks")
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 
