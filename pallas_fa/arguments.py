@@ -217,7 +217,7 @@ def sinks(dims: Dims, sinks: Any) -> Any:
             f"sinks.shape={tuple(x.shape)} must be [N] = {shapes[0]}, one logit for each query head, or [*B, N] ="
             f" {shapes[1]}. Use jnp.broadcast_to(sinks, {shapes[0]}) for one sink that all heads share."
         )
-    return jnp.reshape(x, (-1 if x.ndim > 1 else 1, dims.N, 1, 1))
+    return jnp.reshape(x, (dims.B if x.ndim > 1 else 1, dims.N, 1, 1))
 
 
 def mask(mask: Any) -> masks.Mask | None:

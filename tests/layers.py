@@ -51,6 +51,8 @@ THINNED = {
     "test_closed_over_arrays.py::test_indexed_arrays_are_right": 2,
     "test_context_parallel.py::test_ring_attention_is_attention": 6,
     "test_context_parallel.py::test_ring_of_any_size": 3,
+    "test_documents.py::test_each_document_is_attention_of_its_own": 3,
+    "test_documents.py::test_ranges_of_documents_are_those_of_their_tiles": 1,
     "test_flax.py::test_checkpoints_of_linen": 1,
     "test_float_functions.py::test_special_values_are_those_of_xla": 4,
     "test_flax.py::test_equals_flax": 3,

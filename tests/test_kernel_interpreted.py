@@ -42,7 +42,7 @@ CASES = {
     ),
     "relative bias shared, pairs": (dataclasses.replace(BASE, mask="causal", score="relative_bias_shared"), PAIRED),
     "bias of rows, soft cap": (dataclasses.replace(BASE, mask="causal", score="everything"), TWO),
-    "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), THREE),
+    "soft cap, sinks of -inf": (dataclasses.replace(BASE, mask="causal", score="soft_cap", sinks="batch"), THREE),
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
@@ -61,15 +61,14 @@ CASES = {
         PAIRS_PING_PONG,
     ),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
-    "pairs, causal, every kind of score": (dataclasses.replace(BASE, mask="causal", score="everything"), PAIRED),
+    "pairs, causal, every kind of score, sinks": (
+        dataclasses.replace(BASE, mask="causal", score="everything", sinks="heads"),
+        PAIRED,
+    ),
     "pairs, dense mask, bias": (dataclasses.replace(BASE, mask="dense", score="bias_shared"), PAIRED),
     "two pairs at a time, an odd number of blocks": (dataclasses.replace(BASE, T=270, mask="causal"), TWO_PAIRS),
     "two pairs at a time, one pair left, segments": (dataclasses.replace(BASE, T=370, mask="segments"), TWO_PAIRS),
     "sinks, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), TWO),
-    "sinks of -inf, a softmax without a maximum": (
-        dataclasses.replace(BASE, mask="causal", score="soft_cap", sinks="batch"),
-        PAIRED,
-    ),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 

@@ -46,6 +46,8 @@ def from_cu_seqlens(
     is_known = not export.is_symbolic_dim(T)
     if is_known and (not is_static_int(T) or T < 0):
         raise ValueError(f"T={T!r} must be the number of queries, an int >= 0: query.shape[-3].")
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise TypeError(f"is_causal={is_causal!r} must be True or False, known while tracing.")
     cu_q = _checked("cu_q", cu_q, T if is_known else None)
     cu_k = cu_q if cu_k is None else _checked("cu_k", cu_k, None)
     if cu_q.shape != cu_k.shape:
@@ -67,7 +69,7 @@ def _checked(name, cu, limit):
     if cu.ndim == 0 or cu.shape[-1] < 2:
         raise ValueError(f"{name}.shape={cu.shape} must be [*B, documents + 1], of at least one document. {remedy}")
     if isinstance(cu, np.ndarray):
-        if (cu[..., 0] != 0).any() or (np.diff(cu) < 0).any():
+        if (cu[..., 0] != 0).any() or (cu[..., 1:] < cu[..., :-1]).any():
             raise ValueError(f"{name}={cu} must start at 0 and never fall. {remedy}")
         if limit is not None and (cu[..., -1] > limit).any():
             raise ValueError(f"{name}={cu} ends past T={limit}, the number of queries. Pass T=query.shape[-3].")
@@ -81,9 +83,8 @@ def _sides(window, is_causal, batch):
     sides = []
     for i, side in enumerate(window or (None, None)):
         side = check_side(f"window[{i}]", side)
-        side = (
-            np.int32(_UNBOUNDED) if side is None else offsets.as_int32(np.asarray(side) if not is_array(side) else side)
-        )
+        side = _UNBOUNDED if side is None else side
+        side = offsets.as_int32(side if is_array(side) else np.asarray(side))
         if side.ndim and side.shape != batch:
             raise ValueError(f"window[{i}].shape={side.shape} must be [] or [*B] = {batch}. Use jnp.broadcast_to.")
         sides.append(jnp.broadcast_to(jnp.clip(side, -_UNBOUNDED, _UNBOUNDED), batch))
@@ -97,7 +98,7 @@ _UNBOUNDED = 2**29  # past every position, and small enough to add to two positi
 def _intervals(cu_q, cu_k, left, right, T):
     """(starts, ends) of the queries [T] of one batch entry."""
     t = jnp.arange(T, dtype=jnp.int32)
-    # Unrolled, the search and what follows are one GPU kernel.
+    # Unrolled, the search is a GPU kernel or two, and no loop of them.
     document = jnp.searchsorted(cu_q, t, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     known = (document >= 0) & (document < cu_q.size - 1)
     document = jnp.clip(document, 0, cu_q.size - 2)
