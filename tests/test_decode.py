@@ -46,6 +46,7 @@ CALLS = {
             "mask": masks.Custom(lambda b, n, t, s, far: (s < 200) | (far & (n != 1)), np.array([[[True]], [[False]]] * 2)),
         },
     ),
+    "relative bias": (3, {"score": scores.RelativeBias(RNG.standard_normal((N, S + 2)).astype(np.float32))}),
     "sinks": (1, {"sinks": RNG.standard_normal((B, N)).astype(np.float32), "key_value_seq_lengths": LENGTHS}),
     "lengths by head": (1, {"mask": masks.Lengths(None, RNG.integers(0, S, (B, N, 1, 1)).astype(np.int32))}),
 }  # fmt: skip

@@ -38,6 +38,10 @@ CALLS = {
             "score": scores.Alibi(a["slopes"], align="bottom_right"),
         },
     ),
+    "relative bias": (
+        lambda rng, B, T, S: {"slopes": _normal(rng, N, 1)},
+        lambda a, T, S: {"score": scores.RelativeBias(lambda offset: a["slopes"] * jnp.sin(0.1 * offset))},
+    ),
     "lengths and a bias": (
         lambda rng, B, T, S: {
             "query_seq_lengths": rng.integers(1, T + 1, B),

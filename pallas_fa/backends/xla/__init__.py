@@ -19,10 +19,8 @@ def _supports(problem: Problem) -> Support:
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
         )
     arrays = jax.tree.leaves((problem.score, problem.mask))
-    if problem.dims.has_symbolic_length and any(len(x.shape) != 4 for x in arrays):
-        return Support.neither(
-            "a symbolic length with a RelativeBias or a BlockMask, which are not padded to whole chunks"
-        )
+    if problem.dims.has_symbolic_length and any(len(x.shape) > 4 for x in arrays):
+        return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_fa import masks
 from pallas_fa.backends.xla import chunks
 from pallas_fa.masks.base import all_of
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
@@ -31,7 +32,12 @@ def backward(
     padded = _padded(problem, operands)
     out, lse, d_out, d_lse = (_pad(x, (1, padded.q.shape[1])) for x in of_rows)
     gradients = compute(problem.with_operands(padded), Residuals(padded, out, lse), d_out, d_lse)
-    cut = lambda x, like: jax.lax.slice(x, (0,) * x.ndim, like.shape)
+    before = padded.q.shape[1] - operands.q.shape[1]
+
+    def cut(x, like):
+        starts = (0, 0, before) if diagonals.spans(like) else (0,) * x.ndim
+        return jax.lax.slice(x, starts, [start + size for start, size in zip(starts, like.shape, strict=True)])
+
     return tuple(map(cut, gradients, operands.differentiable))
 
 
@@ -40,7 +46,9 @@ def _padded(problem: Problem, operands: Operands) -> Operands:
     dims = problem.dims
     T, S = (axis.whole_chunks for axis in chunks.split_axes(problem))
     q, k, v = _pad(operands.q, (1, T)), _pad(operands.k, (1, S)), _pad(operands.v, (1, S))
-    score, mask = jax.tree.map(lambda x: _pad(x, (2, T), (3, S)), (operands.score, operands.mask))
+    ends = [(0, 0), (0, 0), (T - dims.T, S - dims.S)]  # later queries come first among the diagonals
+    pad_array = lambda x: jnp.pad(x, ends) if diagonals.spans(x) else _pad(x, (2, T), (3, S))
+    score, mask = jax.tree.map(pad_array, (operands.score, operands.mask))
     true_lengths = masks.Lengths(*(jnp.full((1, 1, 1, 1), x, jnp.int32) for x in (dims.T, dims.S)))
     mask = true_lengths if mask is None else all_of([mask, true_lengths])  # the first are found as the padding
     return operands._replace(q=q, k=k, v=v, score=score, mask=mask)
