@@ -174,9 +174,11 @@ def _computed_blocks(case, rng):
 
 def _blocks(case, rng):
     blocks = rng.random((*case.batch, case.N, -(-case.T // 64), -(-case.S // 64))) < 0.5
-    mask = masks.BlockMask(blocks, 64) & masks.Causal(offset=70)
+    mask = masks.BlockMask(blocks, 64) & masks.Causal(
+        offset=case.S - 60
+    )  # later queries see the last, ragged block whole
     in_blocks = blocks.repeat(64, axis=-2)[..., : case.T, :].repeat(64, axis=-1)[..., : case.S]
-    return MaskCase({"mask": mask}, lambda t, s: in_blocks & (s <= t + 70))
+    return MaskCase({"mask": mask}, lambda t, s: in_blocks & (s <= t + case.S - 60))
 
 
 def _nothing(case, rng):

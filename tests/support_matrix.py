@@ -71,6 +71,9 @@ FEATURES = {
     ),
     "a dense mask": _call(((B, 1, T, S), jnp.bool_), keywords=lambda x: {"mask": x}),
     "`masks.Custom`": _always(mask=masks.Custom(_distance)),
+    "`masks.block_mask`, `masks.BlockMask`": _call(
+        ((T // 64, S // 64), jnp.bool_), keywords=lambda x: {"mask": masks.BlockMask(x, 64)}
+    ),
     "`logits_soft_cap`": _always(logits_soft_cap=30.0),
     "`scores.Alibi`, with a gradient to the slopes": _call(
         ((N,), _FLOAT), keywords=lambda x: {"score": scores.Alibi(x)}

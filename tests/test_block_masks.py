@@ -17,6 +17,7 @@ from pallas_fa.problem import normalise
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import interpreted
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, S, N, K, H = 2, 150, 203, 4, 2, 16
 
 
@@ -36,6 +37,10 @@ def attend(mask, implementation, qkv=QKV):
 
     gradients, results = jax.jit(jax.grad(loss, has_aux=True))(qkv)
     return results, gradients
+
+
+def close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), got, want)
 
 
 def natten(t, s, width=15, reach=2):
@@ -64,8 +69,10 @@ def test_a_computed_block_mask_is_its_mask(name, small_chunks):
     made = block_mask(Custom(fn), T, S, block, batch=batch, heads=heads)
     assert made.blocks.shape == (*((B,) if "batch" in name else ()), N if "head" in name else 1, 5, 5)
     want = attend(truth(fn), "reference")
-    for mask, implementation in ((made, "reference"), (made, "xla"), (Custom(fn, ranges=made), "xla")):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), attend(mask, implementation), want)
+    close(attend(made, "xla"), want)
+    if name == "natten":
+        close(attend(made, "reference"), want)
+        close(attend(Custom(fn, ranges=made), "xla"), want)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -75,14 +82,12 @@ def test_random_blocks_are_dense_masks(seed, small_chunks):
     shape = (*((B, N), (1, N), (1, 1))[seed], -(-T // q), -(-S // kv))
     blocks = rng.random(shape) < 0.3
     dense = blocks.repeat(q, 2)[:, :, :T].repeat(kv, 3)[..., :S]
-    given = BlockMask(blocks, (q, kv))
-    for mask, allowed in (
-        (given, dense),
-        (given | Window(5, 0), dense | truth(lambda b, n, t, s: (s <= t) & (t - 5 <= s))),
-    ):
-        want = attend(allowed, "reference")
-        for implementation in ("reference", "xla"):
-            jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), attend(mask, implementation), want)
+    mask = BlockMask(blocks, (q, kv))
+    if seed == 2:
+        mask, dense = mask | Window(5, 0), dense | truth(lambda b, n, t, s: (s <= t) & (t - 5 <= s))
+    want = attend(dense, "reference")
+    for implementation in ("reference", "xla")[seed > 0 :]:
+        close(attend(mask, implementation), want)
 
 
 def test_it_travels_through_transformations(small_chunks):

@@ -114,7 +114,7 @@ class BlockMask(Mask):
         for axis in (3, 2):
             starts = np.arange(0, sizes[axis - 2], tiles[axis - 2])
             first, _, count = self._touched(axis, starts, np.minimum(starts + tiles[axis - 2], sizes[axis - 2]))
-            index = first[:, None] + (np.arange(count) - first[:, None]) % count
+            index = first[:, None] + (np.arange(count)[None] - first[:, None]) % count
             x, counts = jnp.take(x, index, axis=axis, mode="clip"), [count, *counts]
         bits = np.arange(counts[0] * counts[1], dtype=np.int32).reshape(1, 1, 1, counts[0], 1, counts[1])
         words = jnp.sum(x.astype(jnp.int32) << bits, axis=(3, 5), dtype=jnp.int32)
@@ -142,7 +142,7 @@ class BlockMask(Mask):
         first, last, count = self._touched(axis, *tiles)
         if count == 1 and intervals.array_module(first) is np and np.array_equal(first, np.arange(x.shape[axis])):
             return x
-        index = intervals.minimum(first[:, None] + np.arange(count), last[:, None])
+        index = intervals.minimum(first[:, None] + np.arange(count)[None], last[:, None])
         return reduce(jnp.take(x, index, axis=axis, mode="clip"), axis=axis + 1)
 
     def _range(self, answer, hit, axis):
