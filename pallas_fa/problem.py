@@ -25,7 +25,7 @@ from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 class Operands(NamedTuple):
     """The arrays of one call, batch dims flattened: q [B,T,N,H], k [B,S,K,H], v [B,S,K,Hv], bound score and mask.
 
-    q, k and v, like out and their gradients, have the dims in the order of the problem's layout, lse is [B,T,N] always.
+    q, k and v, like out and their gradients, have their dims in the order of the problem's layout; lse is always [B,T,N].
     Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or [B|1, N|1, T + S - 1] where they span the diagonals; sinks are
     [B|1, N, 1, 1]. Those of the mask have no gradient.
     """
@@ -103,6 +103,8 @@ class Problem:
 
     def in_btnh(self, operands: Operands) -> tuple["Problem", Operands]:
         """This problem and its operands in the layout "BTNH"."""
+        if self.layout == "BTNH":
+            return self, operands
         q, k, v = (transpose(self.layout, x) for x in (operands.q, operands.k, operands.v))
         return dataclasses.replace(self, layout="BTNH"), operands._replace(q=q, k=k, v=v)
 

@@ -64,7 +64,10 @@ def store(
 
 
 def _with_sink(sink, m, total, unit):
-    """Returns (maximum, row sum, factor of the sums so far), where the sink is one more logit of each row."""
+    """Returns (maximum, row sum, factor of the sums so far), where the sink is one more logit of each row.
+
+    `m`, `total`, `unit`: as in `store`, without the sink; the maximum returned has the unit of m.
+    """
     sink = jnp.broadcast_to(sink * (1 / unit), m.shape)
     top = jnp.maximum(m, sink)
     top = jnp.where(top == -jnp.inf, 0.0, top)
