@@ -10,6 +10,7 @@ the cache's bytes within the lengths and the window a second read, and what part
 
 import argparse
 import dataclasses
+import datetime
 import json
 import statistics
 import time
@@ -147,7 +148,8 @@ def measure(name: str, step: Step, candidates: dict[str, Any], rounds: int) -> l
     repeats = max(2, int(0.02 / estimate))
     rows, programs = [], {}
     for label, (implementation, config) in candidates.items():
-        row = dict(row=name, implementation=label, **dataclasses.asdict(step), bytes=step.bytes, caches=len(caches))
+        row = dict(suite="decode", workload=name, implementation=label, **dataclasses.asdict(step), bytes=step.bytes)
+        row["caches"] = len(caches)
         rows.append(row)
         try:
             fn = attend(implementation, step, config)
@@ -189,7 +191,8 @@ def main() -> None:
     parser.add_argument("--commit", default=machine.commit())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    about = dict(device=machine.device_kind(), versions=machine.versions(), commit=args.commit)
+    run = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = dict(run=run, device=machine.device_kind(), versions=machine.versions(), commit=args.commit)
     about["copy_bytes_per_s"] = copy_rate()
     print(f"copy: {about['copy_bytes_per_s'] / 1e12:.2f} TB/s")
     candidates = {}

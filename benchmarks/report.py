@@ -48,7 +48,8 @@ def page(files: Iterable[Path]) -> str:
 
 def _part(path: Path, found: Sequence[Row]) -> str:
     suite = found[0]["suite"]
-    body = _training if suite.startswith("training") else distributed.tables if suite == "scaling" else _attention
+    bodies = {"scaling": distributed.tables, "decode": _decode}
+    body = _training if suite.startswith("training") else bodies.get(suite, _attention)
     return "\n".join([heading(path, found), *body(found)])
 
 
@@ -74,6 +75,32 @@ def _attention(found: Sequence[Row]) -> list[str]:
             _summary(workloads, names),
         ]
     return parts
+
+
+def _decode(found: Sequence[Row]) -> list[str]:
+    """A table of the time of a step, and of the part of the memory's speed at which it reads keys and values."""
+    names = list(dict.fromkeys(row["implementation"] for row in found))
+    lines = []
+    for each in _by(found, "workload"):
+        one = next(iter(each.values()))
+        shape = " ".join(
+            f"{name}={one[name]}" for name in ("B", "T", "S", "N", "K", "H", "length", "window") if one[name]
+        )
+        lines.append([shape, *(_decode_step(each.get(name), each[names[0]]) for name in names)])
+    copied = found[0]["copy_bytes_per_s"] / 1e12
+    return [
+        f"One step of decoding, us, and its bytes of keys and values a second, of 4.8 TB/s. Copying an array in the same run"
+        f" reads and writes {copied:.2f} TB/s.\n",
+        table(["shape", *names], lines),
+    ]
+
+
+def _decode_step(row: Row | None, ours: Row) -> str:
+    if row is None or row.get("error"):
+        return labels.reason(row and row.get("error"))
+    ratio = row["us"] / ours["us"]
+    text = f"{row['us']:.1f} ({row['of_memory']:.0%})"
+    return text if row is ours else slower(f"{text} ({ratio:.2f}x)", ratio)
 
 
 def _names(found: Sequence[Row]) -> list[str]:
