@@ -2,8 +2,10 @@
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
-bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
-Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+blocks` the mask as a block mask.
+bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
+`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block
+mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks,
+and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
 """
 
 import dataclasses
@@ -24,9 +26,10 @@ BACKENDS = {
     "jax.nn": ("None", "cudnn", "xla"),
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
 }
-MASK_FORMS = ("dense", "bias")
-OWN_FORMS = ("blocks", "deterministic")
-FORMS = ("", *MASK_FORMS, *OWN_FORMS)
+TOKENS = ("query", "key", "value")
+MASK_FORMS = ("dense", "bias", "intervals")
+OWN_FORMS = ("intervals", "blocks", "deterministic", "without")
+FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +47,20 @@ class Implementation:
 
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
+        if self.form == "without":
+            return workload.sinks or workload.layout != "BTNH"
         masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
         return masked or self.form not in (*MASK_FORMS, "blocks")
 
     def masks(self, workload: Workload) -> dict[str, Any]:
-        """The mask arrays that this implementation takes; they get no gradients."""
+        """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
+        if self.form == "intervals":
+            from pallas_fa.masks import KeyIntervals
+
+            return {
+                "mask": KeyIntervals(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (w.B, w.T)) for x in w.bounds()))
+            }
         if self.form in MASK_FORMS:
             mask = w.dense()
             return {"mask": mask} if self.form == "dense" else {"bias": jnp.where(mask, 0, -1e30).astype(w.dtype)}
@@ -68,7 +79,14 @@ class Implementation:
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
         """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
-        return _function(self.library)(**self.keywords(workload, arrays, masks), implementation=self.backend)
+        w, keywords = workload, self.keywords(workload, arrays, masks)
+        if w.layout == "BTNH" or self.form != "without":
+            return _function(self.library)(**keywords, implementation=self.backend)
+        tokens = {
+            name: x.reshape(x.shape[0], x.shape[2], x.shape[1], -1) for name, x in arrays.items() if name in TOKENS
+        }
+        out = _function(self.library)(**keywords | tokens, implementation=self.backend)
+        return out.reshape(w.out_shape().shape)
 
     def keywords(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the library's function, the implementation left out."""
@@ -76,9 +94,21 @@ class Implementation:
         kwargs: dict[str, Any] = {name: arrays.get(name) for name in ("query", "key", "value", "bias")}
         kwargs |= {"mask": masks.get("mask")} | ({} if self.config is None else {"config": self.config})
         if "bias" in masks:
-            if w.bias:
+            if w.bias or w.relative:
                 raise NotImplementedError("the workload's own bias takes the place of a mask given as bias")
             kwargs["bias"] = masks["bias"]
+        if (w.sinks or w.layout != "BTNH") and self.library != "pallas_fa":
+            raise NotImplementedError(f"{self.library} has no {'sinks' if w.sinks else 'layouts'}")
+        if w.layout != "BTNH" and self.form != "without":
+            kwargs["layout"] = w.layout
+        if w.sinks and self.form != "without":
+            kwargs["sinks"] = arrays["sinks"]
+        if w.relative and self.library == "pallas_fa":
+            from pallas_fa import scores
+
+            kwargs["score"] = scores.RelativeBias(arrays["strip"])
+        elif w.relative:
+            kwargs["bias"] = arrays["strip"][None, :, w.diagonals()]
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
         if w.pattern and self.library == "pallas_fa" and self.form in ("", "deterministic"):

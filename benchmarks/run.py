@@ -95,7 +95,7 @@ class Runner:
             row["error"] = f"not run: needs {temp / 2**30:.1f} GiB of temporary memory"
 
         def check(outputs):
-            if true is not None:
+            if true is not None and program.implementation.form != "without":  # it computes something else
                 row.update(rows.accuracy(true.errors(program.results(outputs)), len(true.rows)))
                 row["error"] = None if row["max_error"] is not None else "wrong: not finite where the truth is"
 

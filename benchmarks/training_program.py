@@ -31,9 +31,18 @@ class AttentionOf:
     library: Implementation
     workload: Workload
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        implementation: str | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         del implementation  # the config's, which is for pallas_fa
         arrays = {"query": query, "key": key, "value": value}
+        if sinks is not None:
+            raise NotImplementedError("the training benchmarks have no sinks")
         return self.library.attend(self.workload, arrays, self.library.masks(self.workload))
 
 

@@ -1,7 +1,7 @@
 """Float64 truth for a slice of a workload, written apart from the library, and the errors against it.
 
 The slice is the last key head with its group of query heads, of the last batch entry; of every entry where there is a
-bias, whose gradient is a sum over them. All query rows are computed where that is affordable, which gives every
+bias or sinks, whose gradients are sums over them. All query rows are computed where that is affordable, which gives every
 gradient; else a few rows, which give the output and dq.
 """
 
@@ -22,7 +22,11 @@ _ROWS = 64  # query rows that are checked where all of them would be too many
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Rows `rows` of a slice in float64: out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S]."""
+    """Rows `rows` of a slice in float64.
+
+    out and dq [b, rows, G, dim], dk and dv [b, S, dim], d_bias [rows, G, S], d_sinks [G]. Of all rows also d_strip
+    [G, T + S - 1].
+    """
 
     workload: Workload
     rows: np.ndarray
@@ -44,15 +48,19 @@ class Truth:
 
 
 def _entries(w: Workload) -> int:
-    return w.B if w.bias else 1
+    return w.B if w.bias or w.relative or w.sinks else 1
 
 
 def _cut(w, rows, name, x):
     b, group = _entries(w), w.N // w.K
+    if name in ("out", "query", "key", "value") and w.layout != "BTNH":
+        x = jnp.swapaxes(x, 1, 2)
     if name in ("out", "query"):
         return x[-b:][:, rows, -group:]
     if name in ("key", "value"):
         return x[-b:, :, -1]
+    if name in ("sinks", "strip"):
+        return x[-group:]
     return jnp.swapaxes(jnp.broadcast_to(x, (1, w.N, w.T, w.S))[0, -group:][:, rows], 0, 1)
 
 
@@ -66,6 +74,9 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     q, do = (_cut(w, rows, "query", x) for x in (arrays["query"], d_out))
     k, v = (_cut(w, rows, name, arrays[name]) for name in ("key", "value"))
     bias = _cut(w, rows, "bias", arrays["bias"]) if w.bias else None
+    sinks = _cut(w, rows, "sinks", arrays["sinks"]) if w.sinks else jnp.full(group, -jnp.inf)
+    if w.relative:
+        bias = jnp.swapaxes(_cut(w, rows, "strip", arrays["strip"])[:, w.diagonals(rows)], 0, 1)
     lo, hi = (np.broadcast_to(x, (w.B, w.T))[-b:, rows] for x in w.bounds())
     parts = []
     with jax.enable_x64(True):
@@ -73,24 +84,28 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
         for i in starts:
             cut = slice(i, i + per_block)
             bias_i = None if bias is None else jnp.moveaxis(bias[cut], 0, 1)
-            t = jnp.asarray(rows[cut])
-            part = _rows((w.soft_cap, w.pattern), t, q[:, cut], k, v, do[:, cut], bias_i, lo[:, cut], hi[:, cut])
+            t, kind = jnp.asarray(rows[cut]), (w.soft_cap, w.pattern)
+            part = _rows(kind, t, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut])
             parts.append({name: np.asarray(x) for name, x in part.items()})
     values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
     if whole:
-        values |= {name: np.sum([p[name] for p in parts], axis=0) for name in ("key", "value")}
+        summed = ("key", "value", "sinks") if w.sinks else ("key", "value")
+        values |= {name: np.sum([p[name] for p in parts], axis=0) for name in summed}
     if w.bias:
         values["bias"] = np.concatenate([p["bias"] for p in parts])
+    if w.relative and whole:
+        d_bias, index = np.concatenate([p["bias"] for p in parts]), w.diagonals().ravel()
+        values["strip"] = np.stack([np.bincount(index, d_bias[:, g].ravel()) for g in range(group)])
     return Truth(w, rows, values)
 
 
 @jax.jit(static_argnums=0)
-def _rows(kind, t, q, k, v, d_out, bias, lo, hi):
+def _rows(kind, t, q, k, v, d_out, bias, sinks, lo, hi):
     """Outputs and gradients of some rows of queries.
 
     Args:
       kind: (soft cap, pattern).
-      t: [t], the rows; q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, lo and hi [b, t].
+      t: [t], the rows; q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t].
     """
     soft_cap, pattern = kind
     q, d_out = (x.astype(jnp.float64) for x in (q, d_out))
@@ -104,14 +119,19 @@ def _rows(kind, t, q, k, v, d_out, bias, lo, hi):
     s = lax.broadcasted_iota(lo.dtype, (1, 1, 1, k.shape[1]), 3)
     ok = (lo[:, None, :, None] <= s) & (s < hi[:, None, :, None])
     ok = ok if pattern is None else ok & PATTERNS[pattern](t[None, None, :, None], s)
-    p = jax.nn.softmax(jnp.where(ok, x, -jnp.inf), axis=-1, where=ok)
-    p = jnp.where(ok, p, 0)
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float64)[:, None, None], (*x.shape[:-1], 1))
+    # A row may have no key and no sink.
+    with_sinks = jnp.append(jnp.where(ok, x, -jnp.inf), sinks, axis=-1)
+    p = jnp.where(with_sinks > -jnp.inf, jax.nn.softmax(with_sinks, axis=-1, where=with_sinks > -jnp.inf), 0)
+    p, p_sinks = p[..., :-1], p[..., -1]
     dp = jnp.einsum("btgh,bsh->bgts", d_out, v)
-    ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * slope
+    delta = jnp.sum(p * dp, axis=-1)
+    ds = p * (dp - delta[..., None]) * slope
     results = {
         "out": jnp.einsum("bgts,bsh->btgh", p, v),
         "query": scale * jnp.einsum("bgts,bsh->btgh", ds, k),
         "key": scale * jnp.einsum("bgts,btgh->bsh", ds, q),
         "value": jnp.einsum("bgts,btgh->bsh", p, d_out),
+        "sinks": -jnp.sum(p_sinks * delta, axis=(0, 2)),
     }
     return results if bias is None else results | {"bias": jnp.swapaxes(ds.sum(axis=0), 0, 1)}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.patterns import PATTERNS
+from pallas_fa.operands.layout import Layout, ordered
 
 BACKWARD_FLOPS = 2.5  # five matmuls against the forward's two, as the FlashAttention papers count
 FLOPS_FACTOR = {"forward": 1.0, "backward": BACKWARD_FLOPS, "fwdbwd": 1.0 + BACKWARD_FLOPS}
@@ -36,7 +37,10 @@ class Workload:
     pattern: str | None = None  # one of `patterns.PATTERNS`
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
+    sinks: bool = False  # one for each query head, with gradient
+    layout: Layout = "BTNH"  # of query, key, value and output
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
+    relative: bool = False  # a bias of s - t, from an array `strip` [N, T + S - 1] with gradient
     timed: bool = True  # False: compiled for its memory only
     series: str = ""  # workloads of one series differ in S only: the lines of the plot
     provenance: str = ""
@@ -51,6 +55,9 @@ class Workload:
         words += [f"padding({self.padding:g})"] if self.padding is not None else []
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
         words += [f"bias({self.bias})"] if self.bias else []
+        words += ["sinks"] if self.sinks else []
+        words += ["relative_bias"] if self.relative else []
+        words += [self.layout] if self.layout != "BTNH" else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,19 +100,27 @@ class Workload:
         sizes = zip("BNTS", (self.B, self.N, self.T, self.S), strict=True)
         return tuple(n if c in self.bias else 1 for c, n in sizes) if self.bias else None
 
+    def diagonals(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Which entry of `strip` belongs to each pair: int [T or rows, S]."""
+        rows = np.arange(self.T) if rows is None else rows
+        return np.arange(self.S) - rows[:, None] + self.T - 1
+
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What gets gradients: query, key, value and, where there is one, bias."""
+        """What gets gradients: query, key, value and, where there are any, bias, strip and sinks."""
         shapes: dict[str, tuple[int, ...]] = {
-            "query": (self.B, self.T, self.N, self.H),
-            "key": (self.B, self.S, self.K, self.H),
-            "value": (self.B, self.S, self.K, self.Hv),
+            "query": ordered(self.layout, (self.B, self.T, self.N, self.H)),
+            "key": ordered(self.layout, (self.B, self.S, self.K, self.H)),
+            "value": ordered(self.layout, (self.B, self.S, self.K, self.Hv)),
         }
         if (bias := self.bias_shape()) is not None:
             shapes["bias"] = bias
-        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
+        if self.relative:
+            shapes["strip"] = self.N, self.T + self.S - 1
+        arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
+        return arrays | ({"sinks": jax.ShapeDtypeStruct((self.N,), jnp.dtype(jnp.float32))} if self.sinks else {})
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.B, self.T, self.N, self.Hv), jnp.dtype(self.dtype))
+        return jax.ShapeDtypeStruct(ordered(self.layout, (self.B, self.T, self.N, self.Hv)), jnp.dtype(self.dtype))
 
     def inputs(self, seed: int = 0) -> tuple[dict[str, jax.Array], jax.Array]:
         """(random normal arrays of `shapes`, random normal cotangent of the output)."""
@@ -232,6 +247,47 @@ def _alphafold() -> list[Workload]:
     return [self_attention("alphafold-768", B=64, S=768, N=4, H=64, bias="NTS", padding=0.25, provenance=what)]
 
 
+def _operands() -> list[Workload]:
+    """What a call may bring; the same call `+without` it is the baseline."""
+    return [
+        self_attention(
+            "gpt-oss-8192-sinks", B=1, S=8192, N=64, K=8, H=64, causal=True, window=(127, 0), sinks=True,
+            provenance="gpt-oss: a window of 128 keys",
+        ),
+        self_attention("h128-causal-4096-sinks", B=4, S=4096, N=16, H=128, causal=True, sinks=True, provenance=_PAPER),
+        self_attention("h128-causal-4096-bnth", B=4, S=4096, N=16, H=128, causal=True, layout="BNTH", provenance=_PAPER),
+        self_attention("h128-full-4096-bnth", B=4, S=4096, N=16, H=128, layout="BNTH", provenance=_PAPER),
+    ]  # fmt: skip
+
+
+def _head_dims() -> list[Workload]:
+    what = "no multiple of 8: beside the multiple of 64 that kernels compute with"
+    sizes = (64, 32), (59, 32), (128, 16), (100, 16)
+    return [self_attention(f"h{H}-4096", B=4, S=4096, N=N, H=H, causal=True, provenance=what) for H, N in sizes]
+
+
+def _relative() -> list[Workload]:
+    base: dict[str, Any] = {"B": 2, "S": 8192, "N": 16, "H": 128}
+    return [
+        self_attention(f"{name}-{mask}-8192", causal=mask == "causal", provenance=what, **options, **base)
+        for mask in ("full", "causal")
+        for name, what, options in (
+            ("none", "no bias: what the others are compared with", {}),
+            ("dense", "bias [1, N, S, S] with its gradient", {"bias": "NTS"}),
+            ("relative", "T5-like: bias of s - t with its gradient", {"relative": True}),
+        )
+    ]
+
+
+def _documents() -> list[Workload]:
+    base: dict[str, Any] = {"B": 1, "S": 16384, "N": 16, "H": 128, "documents": 128}
+    what = "many short documents in one row, as flash-attn's varlen functions take them"
+    return [
+        self_attention("documents-128-full", provenance=what, **base),
+        self_attention("documents-128-causal", causal=True, provenance=what, **base),
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Workloads that are measured together, and what is measured on them by default."""
@@ -244,6 +300,7 @@ class Suite:
 
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
 _GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
+_WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
 _GPU_BLOCKS = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+blocks")
 _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
 
@@ -258,7 +315,16 @@ def suites() -> dict[str, Suite]:
         "hopper-backward": Suite(tuple(_hopper_table()), ("backward",), _GPU, "jax.nn:cudnn"),
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
+        "operands": Suite(tuple(_operands()), both, _WITHOUT, _WITHOUT[1]),
+        "hopper-documents": Suite(
+            tuple(_documents()),
+            ("forward", "backward"),
+            (*_GPU_MASKS, "pallas_fa:mosaic_gpu+intervals"),
+            "jax.nn:cudnn+dense",
+        ),
         "hopper-forward-blocks": Suite(tuple(_hopper_blocks()), ("forward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-backward-blocks": Suite(tuple(_hopper_blocks()), ("backward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
+        "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

@@ -15,14 +15,23 @@ from pallas_fa.context_parallel import ring_attention
 
 
 class CausalAttention(Protocol):
-    """query [B,T,N,H], key and value [B,T,K,H] -> [B,T,N,H]. Hashable, since a model's config holds it."""
+    """query [B,T,N,H], key and value [B,T,K,H], sinks [N] -> [B,T,N,H]. Hashable, since a model's config holds it."""
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array: ...
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        implementation: str | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array: ...
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None, sinks: jax.Array | None = None
+) -> jax.Array:
     """On one device."""
-    out = pallas_fa.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+    out = pallas_fa.dot_product_attention(query, key, value, is_causal=True, sinks=sinks, implementation=implementation)
     return cast(jax.Array, out)
 
 
@@ -36,10 +45,23 @@ class MeshAttention:
 
     mesh: Mesh
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        implementation: str | None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         attend = pallas_fa.dot_product_attention
         if self.mesh.shape["context"] > 1:
             attend = functools.partial(ring_attention, axis_name="context", placement="zigzag")
         attend = functools.partial(attend, is_causal=True, implementation=implementation)
         place = P("data", "context", "model")
-        return jax.shard_map(attend, mesh=self.mesh, in_specs=place, out_specs=place)(query, key, value)
+        on_shards = jax.shard_map(
+            lambda query, key, value, sinks: attend(query, key, value, sinks=sinks),
+            mesh=self.mesh,
+            in_specs=(place, place, place, P("model")),
+            out_specs=place,
+        )
+        return on_shards(query, key, value, sinks)

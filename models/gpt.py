@@ -38,6 +38,7 @@ class GPTConfig:
     context: int  # T in training; RoPE itself knows no limit
     vocab: int = 256  # V: one token is one byte
     rope_base: float = 10_000.0
+    sinks: bool = False  # learned attention sinks, one for each query head of a layer
     dtype: Any = jnp.float32
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
     attention: CausalAttention = causal_attention  # without a cache; says on which devices
@@ -113,6 +114,7 @@ class Attention(nnx.Module):
         self.value = _linear(config.width, config.kv_heads * config.head_dim, config, rngs)
         # The residual stream sums 2 * layers such outputs; dividing the variance keeps its size (GPT-2).
         self.out = _linear(config.width, config.width, config, rngs, scale=0.5 / config.layers)
+        self.sinks = nnx.Param(jnp.zeros(config.heads)) if config.sinks else None
 
     def __call__(self, x: jax.Array, positions: jax.Array, past: tuple[jax.Array, jax.Array] | None):
         """x [B,T,D], positions [T], past = (keys, values) each [B,S,K,H] or None -> ([B,T,D], past)."""
@@ -121,15 +123,18 @@ class Attention(nnx.Module):
         query = rope(self.query(x).reshape(b, t, c.heads, c.head_dim), positions, c.rope_base)
         key = rope(self.key(x).reshape(b, t, c.kv_heads, c.head_dim), positions, c.rope_base)
         value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
+        sinks = None if self.sinks is None else self.sinks[...]
         if past is None:
-            out = c.attention(query, key, value, c.implementation)  # [B,T,N,H]
+            out = c.attention(query, key, value, c.implementation, sinks)  # [B,T,N,H]
         else:
             key = jax.lax.dynamic_update_slice(past[0], key, (0, positions[0], 0, 0))
             value = jax.lax.dynamic_update_slice(past[1], value, (0, positions[0], 0, 0))
             past = (key, value)
             # Query t stands at positions[t]: it sees what was read before it, and none of the empty places.
             mask = pallas_fa.masks.Causal(offset=jnp.broadcast_to(positions[0], (b,)))
-            out = pallas_fa.dot_product_attention(query, key, value, mask=mask, implementation=c.implementation)
+            out = pallas_fa.dot_product_attention(
+                query, key, value, mask=mask, sinks=sinks, implementation=c.implementation
+            )
         return self.out(out.reshape(b, t, c.width)), past
 
 

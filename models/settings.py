@@ -33,6 +33,7 @@ class Settings:
     seed: int
     optimizer: str
     dtype: str
+    sinks: bool
     implementation: str | None
     mesh: str | None
     out: Path
@@ -48,7 +49,7 @@ class Settings:
 
 
 # What must be the same when a run is resumed: it fixes the parameters that come out.
-FIXED = ("task", "size", "steps", "batch", "context", "learning_rate", "warmup", "seed", "optimizer", "dtype")
+FIXED = ("task", "size", "steps", "batch", "context", "learning_rate", "warmup", "seed", "optimizer", "dtype", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,7 @@ COMMON: dict[str, Any] = {
     "data": None,
     "seed": 0,
     "dtype": "float32",
+    "sinks": False,
     "implementation": None,
     "mesh": None,
     "checkpoint_every": 200,
@@ -153,6 +155,8 @@ def read_record(out: Path) -> dict[str, Any]:
     path = out / RECORD
     try:
         fields = json.loads(path.read_bytes())
+        if isinstance(fields, dict):
+            fields.setdefault("sinks", False)  # records from before there were sinks
         damage = _find_damage(fields)
     except (OSError, ValueError) as error:  # no file, no JSON, or not even UTF-8
         damage = str(error)
@@ -230,7 +234,7 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
             "lower --warmup or raise --steps."
         )
     if settings.task == "images":
-        for name in ("data", "context"):
+        for name in ("data", "context", "sinks"):
             if name in given:
                 raise UsageError(
                     f"{_flag(name)}={given[name]!r} goes with --task text; the images are scikit-learn's digits: "
@@ -269,6 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="of the parameters, the order of the data and the sampled text (default 0)")
     add("--optimizer", help="adamw (the larger sizes' default) or muon (tiny text's), with the same learning rates")
     add("--dtype", help="of the computation: float32 (default) or bfloat16; parameters are always float32")
+    add("--sinks", action="store_true", help="the GPT learns an attention sink for each query head of a layer")
     add("--implementation", help="of the attention, as in pallas_fa.dot_product_attention (default: its own choice)")
     add(
         "--mesh",

@@ -19,8 +19,11 @@ from models.mesh import ONE_DEVICE, Layout
 from models.step import Batch, Params
 
 
-def model_config(size: str, dtype: str, implementation: str | None, context: int) -> GPTConfig:
-    return dataclasses.replace(SIZES[size], context=context, dtype=jnp.dtype(dtype), implementation=implementation)
+def model_config(size: str, dtype: str, implementation: str | None, context: int, sinks: bool = False) -> GPTConfig:
+    shape = SIZES[size]
+    return dataclasses.replace(
+        shape, context=context, dtype=jnp.dtype(dtype), implementation=implementation, sinks=sinks
+    )
 
 
 class Sequences(NamedTuple):
@@ -78,7 +81,8 @@ class TextTask:
         return self.layout.options(rest, self.config.dtype)
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
-        return self.config.attention(query, key, value, implementation)
+        sinks = jnp.zeros(query.shape[2]) if self.config.sinks else None
+        return self.config.attention(query, key, value, implementation, sinks)
 
     def batch(self, step: int) -> Batch:
         return self._placed(self.corpus.batch(self.seed, step, self.batch_size, self.config.context))

@@ -60,7 +60,7 @@ def dot_product_attention(
     """Attention: softmax(scores(scale * query key^T), masked) value, in O(T) memory.
 
     The signature of `jax.nn.dot_product_attention`, and more. The order is: scale, `bias`, `logits_soft_cap`, `score`,
-    then masks, then the softmax in float32 (float64 for float64).
+    then masks, then `sinks`, then the softmax in float32 (float64 for float64).
 
     Shapes: B batch (any number of dims, none included), T query length, S key length, N query heads, K key/value heads
     (N % K == 0; query head n reads key head n // (N // K)), H head dim of query and key, Hv head dim of value.
@@ -79,11 +79,15 @@ def dot_product_attention(
       key_value_seq_lengths: int [*B]; keys and values at and past it are padding. Padding may hold NaN or Inf; it
         changes nothing else, and its gradients are 0.
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right only; None is
-        no bound on that side.
+        no bound on that side. Each may be an int array, traced as under a scan over layers: a scalar, [*B], or
+        [*B, N, 1, 1] for a window per head.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
       query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
       key_value_segment_ids: int [*B, S].
       score: a `pallas_fa.scores.Score`, any other function of the logits; its arrays get gradients.
+      sinks: float [N] or [*B, N] of any float dtype: one logit per query head that joins the softmax's denominator and
+        has no value (gpt-oss, arXiv 2508.10925). It is neither scaled nor capped, and no mask hides it; lse includes it,
+        and it gets a gradient. -inf is no sink.
       precision: of the matmuls, as in JAX; honoured by 'xla' and 'reference'.
       deterministic_gradients: gradients bitwise equal from run to run on one device.
       forward_mode: True where `jax.jvp` (`jax.jacfwd`, `jax.linearize`, `jax.hessian`) goes through the call; without it JAX
@@ -92,12 +96,15 @@ def dot_product_attention(
       dropout_rate: refused unless 0; `pallas_fa.nn.attention_fn` has dropout.
       implementation: 'mosaic_gpu' (kernels for NVIDIA Hopper), 'xla' (any platform), 'reference' (dense, for tests; always
         differentiates forward-mode), a tuple of names to try in order, or None: the fastest that can do the call.
+      layout: "BTNH", or "BNTH" where query is [*B, N, T, H], key [*B, K, S, H] and value [*B, K, S, Hv], as in PyTorch; the
+        output is [*B, N, T, Hv] then. lse, bias and masks do not change, and the kernels copy nothing for it.
       config: tiles of the kernels, for tuning; None for the library's tables.
       return_residual: also return the log-sum-exp of the masked logits.
 
     Returns:
       out [*B, T, N, Hv] in the dtype of `query`; with `return_residual` (out, lse), lse [*B, T, N] float32 (float64 for
-      float64), natural logarithm, differentiable. A query with nothing to attend to gives 0 and -inf, and no gradient.
+      float64), natural logarithm, differentiable. A query with nothing to attend to gives 0 and -inf, and no
+      gradient; with sinks it gives 0 and its head's sink.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised before anything is computed.

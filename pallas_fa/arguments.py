@@ -14,33 +14,41 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa import masks, scores
+from pallas_fa.masks.band import check_side
+from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
+from pallas_fa.operands.layout import LAYOUTS, Layout
+from pallas_fa.operands.pytree import is_array, is_static_number
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
 
 
 class Arguments(TypedDict, total=False):
-    """What a call may say beside query, key, value, bias and mask. Not given, flags are False, rates 0, all else None."""
+    """What a call may say beside query, key, value, bias and mask.
+
+    Not given, flags are False, rates 0, the layout is "BTNH", all else is None.
+    """
 
     scale: ArrayLike | None
     is_causal: bool
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int | None, int | None] | None
+    local_window_size: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None
     logits_soft_cap: float | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
     score: scores.Score | None
+    sinks: ArrayLike | None
     precision: Precision | None
     deterministic_gradients: bool
     forward_mode: bool
     dropout_rate: float
+    layout: Layout
     config: Any
 
 
 _NOT_GIVEN = {bool: False, float: 0.0}
-_DEFAULTS = {name: _NOT_GIVEN.get(kind) for name, kind in get_type_hints(Arguments).items()}
+_DEFAULTS = {name: _NOT_GIVEN.get(kind) for name, kind in get_type_hints(Arguments).items()} | {"layout": "BTNH"}
 FLAGS = tuple(name for name, default in _DEFAULTS.items() if default is False)
 
 
@@ -89,6 +97,16 @@ def dropout_rate(rate: Any) -> float:
             f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
         )
     return float(rate)
+
+
+def layout(layout: Any) -> Layout:
+    """`layout`, checked."""
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}, the orders of the dims of query, key, value"
+            " and output. Transpose other arrays; one of [*B, T, N * H] needs only a reshape to [*B, T, N, H]."
+        )
+    return layout
 
 
 def with_signature[F: Callable[..., Any]](fn: F) -> F:
@@ -183,6 +201,25 @@ def score(score: Any) -> scores.Score | None:
     )
 
 
+def sinks(dims: Dims, sinks: Any) -> Any:
+    """`sinks`, checked, as [B|1, N, 1, 1]."""
+    if sinks is None:
+        return None
+    x = _array("sinks", sinks, "a float array [N] or [*B, N]")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"sinks.dtype={x.dtype} must be a float type: a sink is a logit. Convert it, e.g. with"
+            " `.astype(jnp.float32)`."
+        )
+    shapes = (dims.N,), (*dims.batch, dims.N)
+    if tuple(x.shape) not in shapes:
+        raise ValueError(
+            f"sinks.shape={tuple(x.shape)} must be [N] = {shapes[0]}, one logit for each query head, or [*B, N] ="
+            f" {shapes[1]}. Use jnp.broadcast_to(sinks, {shapes[0]}) for one sink that all heads share."
+        )
+    return jnp.reshape(x, (dims.B if x.ndim > 1 else 1, dims.N, 1, 1))
+
+
 def mask(mask: Any) -> masks.Mask | None:
     """`mask`, an array or a mask, as a mask."""
     if mask is None or isinstance(mask, masks.Mask):
@@ -196,19 +233,24 @@ def mask(mask: Any) -> masks.Mask | None:
     return masks.Dense(x)
 
 
-def window_mask(window: Any) -> masks.Window | None:
+def window_mask(dims: Dims, window: Any) -> masks.Window | None:
     """`local_window_size`, checked."""
     if window is None:
         return None
-    pair = (window, window) if is_static_number(window) else window
+    if is_array(window) and window.shape == (2,):
+        window = tuple(window)  # as in jax.nn, which unpacks it
+    scalar = is_static_number(window) or (is_array(window) and not window.shape)
+    pair = (window, window) if scalar else window
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"local_window_size={window!r} must be an int, or a pair (left, right) of ints or None.")
-    for side in pair:
-        if side is not None and not is_static_int(side):
-            raise TypeError(f"local_window_size={window!r} must hold ints (or None: no bound), got {side!r}.")
-        if side is not None and side < 0:
-            raise ValueError(f"local_window_size={window!r} must not be negative: 0 keeps the query's own position.")
-    return masks.Window(*pair)
+        raise TypeError(
+            f"local_window_size={window!r} must be an int or an int scalar array, or a pair (left, right) of ints, int"
+            " arrays ([], [*B] or [*B, N, 1, 1]) or None."
+        )
+    sides = [check_side(f"local_window_size[{i}]", side) for i, side in enumerate(pair)]
+    for i, side in enumerate(sides):
+        if is_array(side):
+            offsets.per_sequence(f"local_window_size[{i}]", side, dims)  # an error here names the argument
+    return masks.Window(*sides)
 
 
 def segment_mask(dims: Dims, query_ids: Any, key_ids: Any) -> masks.Segments | None:

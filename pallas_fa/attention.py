@@ -11,7 +11,9 @@ from jax.typing import ArrayLike
 from pallas_fa.arguments import Arguments
 from pallas_fa.autodiff import vjp
 from pallas_fa.backends.choice import Choice, choose
+from pallas_fa.backends.record import forward_in_btnh
 from pallas_fa.masks import Mask
+from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem, Residuals, normalise
 
 
@@ -23,7 +25,7 @@ class Attention:
     choice: Choice
 
     def forward(self, operands: Operands) -> tuple[Any, Any]:
-        """Returns (out [B, T, N, Hv], lse [B, T, N])."""
+        """Returns (out, [B, T, N, Hv] in the problem's layout, lse [B, T, N])."""
         return self._run(self.choice.backend, "forward", operands)
 
     def backward(self, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
@@ -37,13 +39,17 @@ class Attention:
         from pallas_fa.autodiff import recompute_by_rows
         from pallas_fa.backends import reference
 
-        return recompute_by_rows.attention(reference.attention, self.problem, operands)
+        by_rows = functools.partial(recompute_by_rows.attention, reference.attention)
+        return forward_in_btnh(by_rows)(self.problem, operands)
 
     def tangents(self, operands: Operands, lse: Any, operand_tangents: Any) -> tuple[Any, Any]:
         """Returns the tangents of out and lse from those of `operands.differentiable`, where None means zero."""
         from pallas_fa.backends.xla import tangents
 
-        return tangents.attention(self.problem, operands, lse, operand_tangents)
+        q, k, v, *rest = operand_tangents
+        dots = *(transpose(self.problem.layout, x) for x in (q, k, v)), *rest
+        out_dot, lse_dot = tangents.attention(*self.problem.in_btnh(operands), lse, dots)
+        return transpose(self.problem.layout, out_dot), lse_dot
 
     def _run(self, backend, direction, *args):
         """Runs one direction of `backend`; a kernel is partitioned over devices, and another backend runs elsewhere."""

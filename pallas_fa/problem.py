@@ -16,15 +16,18 @@ from pallas_fa import arguments as checks
 from pallas_fa import masks, scores
 from pallas_fa.arguments import Arguments
 from pallas_fa.masks.base import all_of
-from pallas_fa.masks.lengths import bind
+from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.layout import Layout, ordered, transpose
 from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 
 
 class Operands(NamedTuple):
     """The arrays of one call, batch dims flattened: q [B,T,N,H], k [B,S,K,H], v [B,S,K,Hv], bound score and mask.
 
-    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1]. Those of the mask have no gradient.
+    q, k and v, like out and their gradients, have their dims in the order of the problem's layout; lse is always [B,T,N].
+    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or [B|1, N|1, T + S - 1] where they span the diagonals; sinks are
+    [B|1, N, 1, 1]. Those of the mask have no gradient.
     """
 
     q: Any
@@ -32,16 +35,19 @@ class Operands(NamedTuple):
     v: Any
     score: scores.Score | None = None
     mask: masks.Mask | None = None
+    sinks: Any = None
 
     @property
     def differentiable(self) -> tuple[Any, ...]:
-        """The arrays that get gradients: q, k, v and the float arrays of the score."""
-        return self.q, self.k, self.v, *float_arrays(self.score)
+        """The arrays that get gradients: q, k, v, the float arrays of the score, and sinks where there are any."""
+        sinks = () if self.sinks is None else (self.sinks,)
+        return self.q, self.k, self.v, *float_arrays(self.score), *sinks
 
     def with_differentiable(self, arrays: Iterable[Any]) -> "Operands":
         """These operands with others in the places of `differentiable`."""
         q, k, v, *rest = arrays
-        return self._replace(q=q, k=k, v=v, score=with_float_arrays(self.score, rest))
+        sinks = None if self.sinks is None else rest.pop()
+        return self._replace(q=q, k=k, v=v, score=with_float_arrays(self.score, rest), sinks=sinks)
 
     def cotangent(self, gradients: Iterable[Any]) -> "Operands":
         """The cotangent of these operands, as JAX wants it, from the gradients of `differentiable`."""
@@ -61,7 +67,7 @@ class Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is static in one call; hashable. `mask` and `score` hold ShapeDtypeStructs in the places of arrays."""
+    """What is static in one call; hashable. `mask`, `score` and `sinks` hold ShapeDtypeStructs in the places of arrays."""
 
     dims: Dims
     K: int
@@ -71,27 +77,36 @@ class Problem:
     scale: float
     mask: masks.Mask | None
     score: scores.Score | None
+    sinks: Any = None
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False
     dropout_rate: float = 0.0
+    layout: Layout = "BTNH"
     config: Any = None
 
     @classmethod
-    def of(cls, operands: Operands, batch: tuple[int, ...], **static: Any) -> "Problem":
+    def of(cls, operands: Operands, batch: tuple[int, ...], *, layout: Layout = "BTNH", **static: Any) -> "Problem":
         """The problem of `operands`, whose batch dims were `batch`; `static` is what no array tells."""
-        q, k, v, score, mask = operands
-        _, T, N, H = q.shape
-        _, S, K, Hv = v.shape
-        dims = Dims(batch, T, S, N)
-        return cls(dims, K, H, Hv, np.dtype(q.dtype), mask=_abstract(mask), score=_abstract(score), **static)
+        _, T, N, H = ordered(layout, operands.q.shape)
+        _, S, K, Hv = ordered(layout, operands.v.shape)
+        dims, dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype)
+        mask, score, sinks = map(_abstract, (operands.mask, operands.score, operands.sinks))
+        return cls(dims, K, H, Hv, dtype, mask=mask, score=score, sinks=sinks, layout=layout, **static)
 
     def with_operands(self, operands: Operands) -> "Problem":
         """The same question about other operands: a part of the arrays, or another mask."""
         B = operands.q.shape[0]
-        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score")
+        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks")
         static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
         return Problem.of(operands, self.dims.batch if self.dims.B == B else (B,), **static)
+
+    def in_btnh(self, operands: Operands) -> tuple["Problem", Operands]:
+        """This problem and its operands in the layout "BTNH"."""
+        if self.layout == "BTNH":
+            return self, operands
+        q, k, v = (transpose(self.layout, x) for x in (operands.q, operands.k, operands.v))
+        return dataclasses.replace(self, layout="BTNH"), operands._replace(q=q, k=k, v=v)
 
     @property
     def group(self) -> int:
@@ -121,11 +136,12 @@ def normalise(
     """
     given = checks.complete(arguments)
     q, k, v = (checks.float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    dims = _check_shapes(q, k, v)
+    layout = checks.layout(given["layout"])
+    dims = _check_shapes(q, k, v, layout)
     found = [
         checks.lengths_mask(dims, given["query_seq_lengths"], given["key_value_seq_lengths"]),
         masks.Causal() if given["is_causal"] else None,
-        checks.window_mask(given["local_window_size"]),
+        checks.window_mask(whole(dims), given["local_window_size"]),
         checks.segment_mask(dims, given["query_segment_ids"], given["key_value_segment_ids"]),
         checks.mask(mask),
     ]
@@ -135,11 +151,11 @@ def normalise(
     found = [scale_score, checks.bias(bias), checks.soft_cap(given["logits_soft_cap"]), checks.score(given["score"])]
     bound_score = chain([x for x in found if x is not None])
     if bound_score is not None:
-        bound_score = bound_score.bind(whole(dims))
+        bound_score = bound_score.bind(whole(dims), lengths_of(bound_mask))
 
     if len(dims.batch) != 1:
         q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
-    operands = Operands(q, k, v, bound_score, bound_mask)
+    operands = Operands(q, k, v, bound_score, bound_mask, checks.sinks(whole(dims), given["sinks"]))
     problem = Problem.of(
         operands,
         dims.batch,
@@ -148,6 +164,7 @@ def normalise(
         deterministic_gradients=bool(given["deterministic_gradients"]),
         forward_mode=bool(given["forward_mode"]),
         dropout_rate=checks.dropout_rate(given["dropout_rate"]),
+        layout=layout,
         config=given["config"],
     )
     return problem, operands
@@ -158,9 +175,14 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _check_shapes(q, k, v) -> Dims:
+def _check_shapes(q, k, v, layout) -> Dims:
     shapes = f"query.shape={q.shape}, key.shape={k.shape}, value.shape={v.shape}"
-    layout = "the layout is query [*B, T, N, H], key [*B, S, K, H], value [*B, S, K, Hv]"
+    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
+    other = "BNTH" if layout == "BTNH" else "BTNH"
+    q_dims, k_dims, v_dims = (
+        ", ".join(ordered(layout, x)) for x in (("*B", "T", "N", "H"), ("*B", "S", "K", "H"), ("*B", "S", "K", "Hv"))
+    )
+    layout = f"the layout is query [{q_dims}], key [{k_dims}], value [{v_dims}]"
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 3:
             remedy = (
@@ -169,6 +191,11 @@ def _check_shapes(q, k, v) -> Dims:
                 else "Add the missing dims with jnp.expand_dims."
             )
             raise ValueError(f"{name}.shape={x.shape} has too few dims: {layout}. {remedy}")
+        if not all(isinstance(size, int) for size in x.shape[-2:]):
+            raise ValueError(
+                f"{name}.shape={x.shape} has a symbolic number of heads or head dim; {layout}, of which only *B, T and S may"
+                " be symbolic. Export with known heads and head dims."
+            )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"query.dtype={q.dtype}, key.dtype={k.dtype} and value.dtype={v.dtype} differ: they must be one dtype, since"
@@ -178,9 +205,9 @@ def _check_shapes(q, k, v) -> Dims:
         raise ValueError(
             f"the batch dims differ: {shapes}; {layout}. Broadcast them to one batch with jnp.broadcast_to."
         )
-    if k.shape[-3] != v.shape[-3]:
+    if k.shape[length] != v.shape[length]:
         raise ValueError(f"key and value have different lengths S: {shapes}; {layout}. Give each key one value.")
-    if k.shape[-2] != v.shape[-2]:
+    if k.shape[heads] != v.shape[heads]:
         raise ValueError(
             f"key and value have different numbers of heads K: {shapes}; {layout}. Repeat the fewer heads."
         )
@@ -188,10 +215,10 @@ def _check_shapes(q, k, v) -> Dims:
         raise ValueError(f"query and key have different head dims H: {shapes}; {layout}. Project them to one head dim.")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"a head dim is 0: {shapes}. Head dims must be at least 1.")
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
+    N, K = q.shape[heads], k.shape[heads]
+    if K == 0 or N % K:
         raise ValueError(
-            f"query has N={heads} heads and key has K={kv_heads}: N must be a multiple of K, since query head n reads key"
-            f" head n // (N // K); {shapes}. If heads and length are swapped, transpose: {layout}."
+            f"query has N={N} heads and key has K={K}: N must be a multiple of K, since query head n reads key"
+            f" head n // (N // K); {shapes}. If heads and length are swapped, pass layout={other!r} or transpose: {layout}."
         )
-    return Dims(batch=tuple(q.shape[:-3]), T=q.shape[-3], S=k.shape[-3], N=heads)
+    return Dims(batch=tuple(q.shape[:-3]), T=q.shape[length], S=k.shape[length], N=N)

@@ -51,11 +51,16 @@ def precision_of(case: Case) -> Any:
 
 
 def library(inputs: Inputs, implementation: str | None, **options: Any) -> Any:
-    """The library on `inputs`, with more `options`, as a function (q, k, v, arrays) -> (out, lse)."""
+    """The library on `inputs`, with more `options`, as a function (q, k, v, arrays) -> (out, lse).
+
+    Its arrays are BTNH whatever the option `layout` is.
+    """
+    other = lambda x: jnp.swapaxes(x, -3, -2) if options.get("layout") == "BNTH" else x
 
     def attention(q, k, v, arrays):
         keywords = dict(**inputs.keywords(arrays), implementation=implementation, **options)
-        return pallas_fa.dot_product_attention(q, k, v, **keywords, return_residual=True)
+        out, lse = pallas_fa.dot_product_attention(*map(other, (q, k, v)), **keywords, return_residual=True)
+        return other(out), lse
 
     return attention
 
@@ -75,6 +80,10 @@ def plain(inputs: Inputs) -> Any:
             x = step.apply(jnp, x, array, t, s)
         x = jnp.where(allowed, x, -1e30)
         some = jnp.any(allowed, axis=-1)
+        if inputs.sinks:  # a key whose value is 0
+            x = jnp.append(x, jnp.broadcast_to(arrays["sinks"][..., None, None], (*x.shape[:-1], 1)), axis=-1)
+            some = some | jnp.isfinite(x[..., -1])
+            v = jnp.pad(v, ((0, 0),) * (v.ndim - 3) + ((0, 1), (0, 0), (0, 0)))
         p = jnp.where(some[..., None], jax.nn.softmax(x, axis=-1), 0).astype(q.dtype)
         lse = jnp.where(some, jax.nn.logsumexp(x, axis=-1), -jnp.inf)
         return jnp.einsum("...nts,...snh->...tnh", p, v), jnp.swapaxes(lse, -1, -2)

@@ -186,6 +186,56 @@ def _nothing(case, rng):
     return MaskCase({"mask": array}, lambda t, s: array)
 
 
+def _window_arrays(case, rng):
+    """Sides that arrays give, in part negative: away from the query, and empty windows."""
+    left = np.asarray(rng.integers(-10, 60, case.batch), np.int32)
+    right = np.asarray(rng.integers(-10, 30, (*case.batch, case.N, 1, 1)), np.int32)
+    return MaskCase({"local_window_size": (left, right)}, lambda t, s: (t - _inner(left) <= s) & (s <= t + right))
+
+
+def _window_array_causal(case, rng):
+    """As under a scan over layers: one traced size, beside what is static."""
+    keywords = {"local_window_size": (np.asarray(rng.integers(0, 60), np.int16), 5), "is_causal": True}
+    return MaskCase(keywords, lambda t, s: (t - keywords["local_window_size"][0] <= s) & (s <= t))
+
+
+def _window_bottom_right(case, rng):
+    kv = _some_lengths(case, rng, case.S)
+    keywords = {"mask": masks.Window(20, 5, 3, "bottom_right"), "key_value_seq_lengths": kv}
+    distance = lambda t, s: s - t - 3 - (_inner(kv) - case.T)
+    return MaskCase(keywords, lambda t, s: (-20 <= distance(t, s)) & (distance(t, s) <= 5) & (s < _inner(kv)))
+
+
+def _key_intervals(case, rng):
+    """In no order, some of them empty, one from end to start."""
+    starts, ends = (np.asarray(rng.integers(-9, case.S + 9, (*case.batch, case.T)), np.int32) for _ in range(2))
+    mask = masks.KeyIntervals(starts, ends)
+    return MaskCase({"mask": mask}, lambda t, s: (starts[..., None, :, None] <= s) & (s < ends[..., None, :, None]))
+
+
+def cu_seqlens(rng, shape, size, documents=5):
+    """Cumulative lengths of documents that end before `size`, one of them empty."""
+    inner = np.sort(rng.integers(0, size, (*shape, documents - 1)), axis=-1)
+    zero = np.zeros((*shape, 1), int)
+    return np.concatenate([zero, zero, inner + (size > 20)], axis=-1).astype(np.int32)
+
+
+def _documents_causal(case, rng):
+    """As flash-attn's varlen functions: causal and a window, each aligned at the ends of a document."""
+    cu_q, cu_k = (cu_seqlens(rng, case.batch, size) for size in (case.T, case.S))
+    mask = masks.from_cu_seqlens(cu_q, cu_k, T=case.T, is_causal=True, window=(40, None))
+
+    def allowed(t, s):
+        found = np.zeros((*case.batch, 1, case.T, case.S), bool)
+        for i in np.ndindex(case.batch):
+            for q0, q1, k0, k1 in zip(cu_q[i], cu_q[i][1:], cu_k[i], cu_k[i][1:], strict=False):
+                before_end = (s - k1) - (t - q1)
+                found[i] |= (q0 <= t) & (t < q1) & (k0 <= s) & (s < k1) & (before_end <= 0) & (before_end >= -40)
+        return found
+
+    return MaskCase({"mask": mask}, allowed)
+
+
 MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "full": _full,
     "causal": _causal,
@@ -214,6 +264,11 @@ MASKS: dict[str, Callable[[Any, np.random.Generator], MaskCase]] = {
     "prefix": _prefix,
     "dilated": _dilated,
     "nothing": _nothing,
+    "window_arrays": _window_arrays,
+    "window_array_causal": _window_array_causal,
+    "window_bottom_right": _window_bottom_right,
+    "key_intervals": _key_intervals,
+    "documents": _documents_causal,
     "computed_blocks": _computed_blocks,
     "blocks": _blocks,
 }

@@ -14,12 +14,16 @@ from pallas_fa import scores
 
 
 class Step(NamedTuple):
-    """One function of the logits x. `array` [*B|1, N|1, T|1, S|1] is a view of the array `name` (None: no array)."""
+    """One function of the logits x. `array` [*B|1, N|1, T|1, S|1] is a view of the array `name` (None: no array).
+
+    `of_view`: the gradient of the array from that of its view, which may have other elements.
+    """
 
     name: str | None
     apply: Callable[..., Any]  # (numpy or jax.numpy, x, array, t, s) -> x
     derivatives: Callable[..., Any]  # (x, array, t, s) -> (d apply / d x, d apply / d array)
     view: Callable[[Any], Any] = lambda array: array
+    of_view: Callable[[Any], Any] = lambda gradient: gradient
 
 
 class ScoreCase(NamedTuple):
@@ -117,6 +121,25 @@ def _alibi_score(shape_of, offset=0):
     return make
 
 
+def _relative_bias(shape_of, other_dtype=False):
+    """Each T x S view is made of its T + S - 1 diagonals, the last query and key 0 first."""
+
+    def make(case, rng):
+        index = np.arange(case.S) - np.arange(case.T)[:, None] + case.T - 1
+        dtype = "bfloat16" if other_dtype else _at_least_float32(case)
+        strip = _normal(rng, (*shape_of(case), case.T + case.S - 1), dtype)
+
+        def of_view(gradient):
+            found = np.zeros((*gradient.shape[:-2], case.T + case.S - 1))
+            np.add.at(found, (..., index), gradient)
+            return found
+
+        step = _add("strip")._replace(view=lambda a: a[..., index], of_view=of_view)
+        return ScoreCase({"strip": strip}, lambda a: {"score": scores.RelativeBias(a["strip"])}, (step,))
+
+    return make
+
+
 def _custom(case, rng):
     arrays = {"gain": 0.3 * _normal(rng, (case.N, 1, 1), _at_least_float32(case))}
     return ScoreCase(arrays, lambda a: {"score": scores.Custom(wave, a["gain"])}, (_wave("gain"),))
@@ -163,6 +186,8 @@ SCORES: dict[str, Callable[[Any, np.random.Generator], ScoreCase]] = {
     "soft_cap": _soft_cap,
     "alibi": _alibi_score(lambda c: (c.N,)),
     "alibi_batch": _alibi_score(lambda c: (*c.batch, c.N), offset=7),
+    "relative_bias": _relative_bias(lambda c: (c.N,)),
+    "relative_bias_shared": _relative_bias(lambda c: (), other_dtype=True),
     "custom": _custom,
     "integers": _integers,
     "everything": _everything,

@@ -11,6 +11,7 @@ arguments that a caller would write and, independently of the library, with what
 
 import dataclasses
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ LENGTHS = (
 HEADS = ((4, 4), (4, 2), (4, 1), (6, 2))
 HEAD_DIMS = (
     *((8, 8), (16, 16), (40, 40), (64, 64), (72, 72), (80, 128), (96, 96), (128, 128), (256, 256)),
-    *((64, 128), (128, 64), (192, 128), (24, 256), (256, 8)),
+    *((64, 128), (128, 64), (192, 128), (24, 256), (256, 8), (59, 100)),
 )
 BATCHES = ((2,), (), (2, 3), (1,))
 
@@ -50,11 +51,13 @@ class Case:
     H: int = 64
     Hv: int = 64
     batch: tuple[int, ...] = (2,)
+    sinks: str = "none"
 
     def __str__(self):
         batch = "x".join(map(str, self.batch)) or "none"
         sizes = f"T{self.T}-S{self.S}-N{self.N}-K{self.K}-H{self.H}-Hv{self.Hv}-B{batch}"
-        return f"{self.mask}-{self.score}-{self.dtype}-{sizes}"
+        sinks = "" if self.sinks == "none" else f"-sinks_{self.sinks}"
+        return f"{self.mask}-{self.score}-{self.dtype}-{sizes}{sinks}"
 
     def inputs(self) -> "Inputs":
         """Arrays of this case, standard normal; the same on every call."""
@@ -71,6 +74,7 @@ class Case:
             d_lse=normal(self.T, self.N).astype(np.float64 if self.dtype == "float64" else np.float32),
             mask=MASKS[self.mask](self, rng),
             score=SCORES[self.score](self, rng),
+            sinks=SINKS[self.sinks](self, rng),
         )
 
 
@@ -84,15 +88,16 @@ class Inputs:
     d_lse: np.ndarray
     mask: MaskCase
     score: ScoreCase
+    sinks: dict[str, np.ndarray]  # "sinks", or nothing
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the score, which get gradients beside q, k and v."""
-        return self.score.arrays
+        """The arrays of the score, and sinks, which get gradients beside q, k and v."""
+        return self.score.arrays | self.sinks
 
     def keywords(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of `dot_product_attention`, with these `arrays` in the score."""
-        return {**self.mask.keywords, **self.score.keywords(arrays)}
+        """Keyword arguments of `dot_product_attention`, with these `arrays` in the score, and as sinks."""
+        return {**self.mask.keywords, **self.score.keywords(arrays), **{name: arrays[name] for name in self.sinks}}
 
     @property
     def allowed(self) -> np.ndarray:
@@ -100,6 +105,24 @@ class Inputs:
         case = self.case
         t, s = np.arange(case.T)[:, None], np.arange(case.S)[None, :]
         return np.broadcast_to(self.mask.allowed(t, s), (*case.batch, case.N, case.T, case.S))
+
+
+def _sinks_of_heads(case, rng):
+    return {"sinks": rng.standard_normal(case.N).astype("float64" if case.dtype == "float64" else "float32")}
+
+
+def _sinks_of_batch(case, rng):
+    """In the dtype of the case; the first is -inf: no sink."""
+    sinks = rng.standard_normal((*case.batch, case.N))
+    sinks[..., 0] = -np.inf
+    return {"sinks": sinks.astype(numpy_dtype(case.dtype))}
+
+
+SINKS: dict[str, Callable[[Case, np.random.Generator], dict[str, np.ndarray]]] = {
+    "none": lambda case, rng: {},
+    "heads": _sinks_of_heads,
+    "batch": _sinks_of_batch,
+}
 
 
 def _pick(options, i):
@@ -134,6 +157,23 @@ def _table() -> tuple[Case, ...]:
         rows.append(Case(128, 192, mask, score, _pick(DTYPES, i + 1), N=N, K=K, H=64, Hv=64, batch=batch))
     for i, (mask, score) in enumerate((("packed", "everything"), ("dense", "bias"), ("lengths", "alibi_batch"))):
         rows.append(Case(70, 90, mask, score, "float64", *_pick(HEADS, i + 1), H=16, Hv=8, batch=_pick(BATCHES, i)))
+    for i, (mask, score, dtype) in enumerate(
+        (
+            *(
+                ("window_causal", "plain", "float32"),
+                ("lengths", "bias_shared", "bfloat16"),
+                ("packed", "custom", "float64"),
+            ),
+            *(
+                ("causal", "soft_cap", "bfloat16"),
+                ("nothing", "plain", "float32"),
+                ("head_lengths", "everything", "float16"),
+            ),
+            *(("dense", "everything", "float32"), ("full", "plain", "bfloat16")),
+        )
+    ):
+        sizes = dict(zip(("N", "K"), _pick(HEADS, i + 1), strict=True), H=64, Hv=64, batch=_pick(BATCHES, i))
+        rows.append(Case(113, 203, mask, score, dtype, **sizes, sinks=("heads", "batch")[i % 2]))
     return tuple(dict.fromkeys(rows))
 
 

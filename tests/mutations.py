@@ -27,6 +27,7 @@ class Mutation(NamedTuple):
     tests: str
 
 
+INTERVALS = "tests/test_documents.py -k ranges"
 MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests/test_backward_kernel.py -k interpreted"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
@@ -37,6 +38,8 @@ MUTATIONS = (
     Mutation("masks/band.py", "subtract(t_hi - 1, left)", "subtract(t_lo, left)", MASKS),
     Mutation("masks/segments.py", "return self.q_ids == self.kv_ids", "return self.q_ids <= self.kv_ids", MASKS),
     Mutation("masks/lengths.py", "t < self.q_lengths", "t <= self.q_lengths", MASKS),
+    Mutation("masks/key_intervals.py", "starts < _of_columns(s_hi)", "starts < _of_columns(s_lo)", INTERVALS),
+    Mutation("masks/key_intervals.py", "(starts, jnp.maximum(starts, ends))", "(starts, ends)", MASKS),
     Mutation("masks/base.py", "return intervals.maximum(*los)", "return intervals.minimum(*los)", MASKS),
     Mutation("masks/base.py", "intervals.where(a < b, b, -UNBOUNDED)", "intervals.where(a < b, a, -UNBOUNDED)", MASKS),
     Mutation("masks/tile_ranges.py", "hit &= (bits & other_bits) != 0", "hit &= (bits & other_bits) == 0", MASKS),
@@ -54,11 +57,17 @@ MUTATIONS = (
     Mutation("backends/hopper/forward/epilogue.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
     Mutation("backends/hopper/forward/softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
     Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
-    Mutation("backends/gpu/row_statistics.py", "- d_lse\n", "\n", BACKWARD),
-    Mutation("backends/hopper/backward/backward.py", ": problem.H] * problem.scale)", ": problem.H])", BACKWARD),
+    Mutation("backends/gpu/row_statistics.py", "zero_padding(products - d_lse)", "zero_padding(products)", BACKWARD),
+    Mutation("backends/hopper/backward/backward.py", "(sums[present] * problem.scale)", "(sums[present])", BACKWARD),
+    Mutation("backends/hopper/forward/epilogue.py", "total * rescale + weight", "total * rescale", FORWARD),
+    Mutation("softmax/sinks.py", "-p * delta", "p * delta", "tests/test_table.py"),
+    Mutation("context_parallel/whole_blocks.py", "mask=mask, sinks=None)", "mask=mask)", "tests/test_context_parallel.py"),
+    Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/hopper/backward/tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
+    Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
+    Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip
 

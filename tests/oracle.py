@@ -25,13 +25,14 @@ class _Probabilities(NamedTuple):
     taken: list[tuple[Any, np.ndarray, Any]]  # (step, its input, its array)
     p: np.ndarray
     lse: np.ndarray
+    p_sinks: np.ndarray  # [*B, N, T, 1]
 
 
 def attention(inputs: Inputs) -> Truth:
     """The definition: logits, score, mask, softmax; rows that attend to nothing give 0 and -inf."""
     case = inputs.case
     group = case.N // case.K
-    q, k, v, scale, taken, p, lse = _probabilities(inputs)
+    q, k, v, scale, taken, p, lse, p_sinks = _probabilities(inputs)
     d_out, d_lse = _heads_first(inputs.d_out), np.swapaxes(inputs.d_lse.astype(np.float64), -1, -2)
     t, s = _positions(case)
 
@@ -39,10 +40,13 @@ def attention(inputs: Inputs) -> Truth:
     delta = np.sum(p * d_p, axis=-1, keepdims=True)
     d_x = p * (d_p - delta + d_lse[..., None])
     gradients = {}
+    if inputs.sinks:
+        d_sinks = np.sum(p_sinks * (d_lse[..., None] - delta), axis=(-2, -1))
+        gradients["sinks"] = _reduce(d_sinks, inputs.sinks["sinks"].shape)
     for step, x, array in reversed(taken):
         by_x, by_array = step.derivatives(x, array, t, s)
         if step.name is not None:
-            reduced = _reduce(d_x * by_array, array.shape)
+            reduced = step.of_view(_reduce(d_x * by_array, array.shape))
             gradients[step.name] = reduced.reshape(inputs.arrays[step.name].shape)
         d_x = d_x * by_x
     d_x = scale * d_x
@@ -56,7 +60,7 @@ def attention(inputs: Inputs) -> Truth:
 def tangents(inputs: Inputs, dots: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The tangents of out and lse, where the arguments named in `dots` move by these."""
     case = inputs.case
-    q, k, v, scale, taken, p, _ = _probabilities(inputs)
+    q, k, v, scale, taken, p, _, p_sinks = _probabilities(inputs)
     q_dot, k_dot, v_dot = (_heads_first(dots[name]) for name in ("query", "key", "value"))
     k_dot, v_dot = (np.repeat(x, case.N // case.K, axis=-3) for x in (k_dot, v_dot))
     t, s = _positions(case)
@@ -68,6 +72,8 @@ def tangents(inputs: Inputs, dots: dict[str, np.ndarray]) -> tuple[np.ndarray, n
         if step.name is not None:
             x_dot = x_dot + by_array * step.view(dots[step.name].astype(np.float64))
     lse_dot = np.sum(p * x_dot, axis=-1)
+    if inputs.sinks:
+        lse_dot = lse_dot + p_sinks[..., 0] * dots["sinks"].astype(np.float64)[..., None]
     p_dot = p * (x_dot - lse_dot[..., None])
     return _back(p_dot @ v + p @ v_dot), np.swapaxes(lse_dot, -1, -2)
 
@@ -87,11 +93,13 @@ def _probabilities(inputs):
         x = step.apply(np, x, array, t, s)
     x = np.where(inputs.allowed, x, -np.inf)
     with np.errstate(divide="ignore"):
-        top = np.max(x, axis=-1, keepdims=True, initial=-np.inf)
-        p = np.exp(x - np.where(np.isinf(top), 0, top))
-        total = p.sum(axis=-1, keepdims=True)
+        sinks = inputs.sinks["sinks"].astype(np.float64)[..., None, None] if inputs.sinks else np.float64(-np.inf)
+        top = np.maximum(np.max(x, axis=-1, keepdims=True, initial=-np.inf), sinks)
+        p, p_sinks = (np.exp(logits - np.where(np.isinf(top), 0, top)) for logits in (x, sinks))
+        total = p.sum(axis=-1, keepdims=True) + p_sinks
         lse = (np.where(np.isinf(top), 0, top) + np.log(total))[..., 0]
-    return _Probabilities(q, k, v, scale, taken, p / np.where(total == 0, 1, total), lse)
+    p, p_sinks = (weights / np.where(total == 0, 1, total) for weights in (p, p_sinks))
+    return _Probabilities(q, k, v, scale, taken, p, lse, p_sinks)
 
 
 def _positions(case):

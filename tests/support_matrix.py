@@ -28,6 +28,11 @@ def _call(
     return [jax.ShapeDtypeStruct(*x) for x in shapes], keywords or (lambda: {})
 
 
+def _call_bnth():
+    arrays = [jax.ShapeDtypeStruct((B, heads, length, 64), jnp.bfloat16) for heads, length in ((N, T), (K, S), (K, S))]
+    return arrays, lambda: {"layout": "BNTH"}
+
+
 def _always(**keywords: Any):
     return _call(keywords=lambda: keywords)
 
@@ -50,10 +55,14 @@ FEATURES = {
     "`float16`": _call(dtype=jnp.float16),
     "`float32`": _call(dtype=jnp.float32),
     "head dims that are multiples of 8, up to 256; Hv != H": _call(H=192, Hv=128),
-    "head dim 100": _call(H=100, Hv=100),
+    "other head dims up to 256, here H=59, Hv=100": _call(H=59, Hv=100),
     "head dim 512": _call(H=512, Hv=512),
     "`is_causal`, `masks.Causal`, `masks.Window`": _always(
         mask=masks.Causal(align="bottom_right") & masks.Window(128, 0)
+    ),
+    "a window per head, in an int array": _call(((B, N, 1, 1), _INT), keywords=lambda x: {"local_window_size": (x, 0)}),
+    "`masks.from_cu_seqlens`, `masks.KeyIntervals`": _call(
+        ((9,), _INT), keywords=lambda cu: {"mask": masks.from_cu_seqlens(cu, T=T, is_causal=True)}
     ),
     "sequence lengths": _call(((B,), _INT), keywords=lambda n: {"key_value_seq_lengths": n, "query_seq_lengths": n}),
     "segment ids": _call(
@@ -73,7 +82,12 @@ FEATURES = {
     "a bias `[N, T, S]` shared by the batch, with its gradient": _call(
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x}
     ),
+    "`scores.RelativeBias`, with its gradient": _call(
+        ((N, T + S - 1), _FLOAT), keywords=lambda x: {"score": scores.RelativeBias(x)}
+    ),
     "`scores.Custom` with an array": _call(((N, 1, 1), _FLOAT), keywords=lambda x: {"score": scores.Custom(_gain, x)}),
+    "`sinks`, with their gradient": _call(((N,), _FLOAT), keywords=lambda x: {"sinks": x}),
+    '`layout="BNTH"`': _call_bnth(),
     "`deterministic_gradients=True`": _always(deterministic_gradients=True),
     "the same with a shared bias `[N, T, S]`": _call(
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x, "deterministic_gradients": True}
@@ -85,7 +99,7 @@ FEATURES = {
 
 @functools.cache
 def matrix() -> str:
-    """The table, in Markdown, with a note for each reason."""
+    """The table, in Markdown, with a note for each reason and remark."""
     names = [backend.name for backend in choice.backends()]
     rows, notes = [], {}
     note = lambda reason: notes.setdefault(reason, len(notes) + 1)
@@ -97,7 +111,9 @@ def matrix() -> str:
             if support.forward is not None:
                 cells.append(f"no ({note(support.forward)})")
             else:
-                cells.append("yes" if support.backward is None else f"yes; gradients on xla ({note(support.backward)})")
+                remark = f" ({note(support.remark)})" if support.remark else ""
+                other = f"; gradients on xla ({note(support.backward)})" if support.backward else ""
+                cells.append(f"yes{remark}{other}")
         rows.append(f"| {feature} | {' | '.join(cells)} |")
     head = ["| | " + " | ".join(f"`{name}`" for name in names) + " |", "| --- " * (len(names) + 1) + "|"]
     listed = [f"{number}. {reason}" for reason, number in notes.items()]

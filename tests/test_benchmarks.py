@@ -22,7 +22,8 @@ _SMALL = [
     self_attention("documents", 2, 24, 4, 8, K=2, causal=True, documents=8, dtype="float32"),
     self_attention("padding", 3, 24, 2, 8, padding=0.5, soft_cap=2.0, dtype="float32"),
     self_attention("bias", 3, 24, 2, 8, padding=0.25, bias="NTS", dtype="float32"),
-    Workload("cross", 2, 5, 24, 4, 2, 8, 16, "float32"),
+    Workload("cross", 2, 5, 24, 4, 2, 8, 16, "float32", sinks=True, layout="BNTH"),
+    self_attention("relative", 2, 24, 4, 8, K=2, causal=True, relative=True, dtype="float32"),
     self_attention("neighbours", 2, 24, 4, 8, K=2, causal=True, pattern="neighbours", dtype="float32"),
 ]
 _by_name = pytest.mark.parametrize("workload", _SMALL, ids=lambda w: w.name)
@@ -48,6 +49,7 @@ def test_pairs_are_those_of_the_mask(workload):
     [
         "pallas_fa:xla",
         "pallas_fa:xla+dense",
+        "pallas_fa:xla+intervals",
         "pallas_fa:xla+blocks",
         "jax.nn:xla",
         "jax.nn:xla+dense",
@@ -78,10 +80,10 @@ _LACKS = {
         for form in ("", "+dense", "+bias")
     },
     **{
-        ("cross", f"jax.nn:xla{form}"): (ValueError, r"value shape should be \[2, 24, 2, 8\]")
-        for form in ("", "+dense", "+bias")
+        ("cross", f"jax.nn:xla{form}"): (NotImplementedError, "jax.nn has no sinks") for form in ("", "+dense", "+bias")
     },
     ("bias", "jax.nn:xla+bias"): (NotImplementedError, "takes the place of a mask"),
+    ("relative", "jax.nn:xla+bias"): (NotImplementedError, "takes the place of a mask"),
 }
 
 
@@ -89,7 +91,7 @@ def test_forms_of_masks_are_run_where_there_is_a_mask():
     """Elsewhere they would repeat what the form without one says."""
     for name in ("jax.nn:xla+dense", "jax.nn:xla+bias", "pallas_fa:xla+blocks"):
         applies = {workload.name for workload in _SMALL if parse(name).applies(workload)}
-        assert applies == {"causal", "window", "documents", "neighbours"}
+        assert applies == {"causal", "window", "documents", "relative", "neighbours"}
     assert all(parse(name).applies(w) for w in _SMALL for name in ("jax.nn:xla", "pallas_fa:xla+deterministic"))
     groups = run.programs_of(_SMALL, ["forward", "backward"], [parse("jax.nn:xla+bias"), parse("pallas_fa:xla")])
     assert [len(group) for group in groups] == [2] * 6 + [1] * 6 + [2] * 2

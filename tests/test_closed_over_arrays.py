@@ -126,16 +126,16 @@ def test_keys_may_be_closed_over(small_chunks):
 
 def test_kernels_take_scalars_and_say_why_no_more():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-    width = jnp.int32(30)
+    width, factor = jnp.int32(30), jnp.float32(0.5)
 
-    def gradient(x, width):
+    def gradient(x, width, factor):
         mask = masks.Custom(lambda b, n, t, s: abs(t - s) < width)
-        score = scores.Custom(lambda x, b, n, t, s: x * width)
+        score = scores.Custom(lambda x, b, n, t, s: x * factor)
         call = lambda x: pallas_fa.dot_product_attention(x, x, x, mask=mask, score=score, implementation="mosaic_gpu")
         return jax.grad(lambda x: jnp.sum(call(x).astype(jnp.float32)))(x)
 
-    assert kernels(lambda x: gradient(x, width), x) == 2
-    assert kernels(gradient, x, width) == 2
+    assert kernels(lambda x: gradient(x, width, factor), x) == 2
+    assert kernels(gradient, x, width, factor) == 2
     for keywords in (
         {"mask": masks.Custom(lambda b, n, t, s: IDS[t] == IDS[s])},
         {"score": scores.Custom(lambda x, b, n, t, s: x * GAIN[n])},

@@ -21,7 +21,7 @@ B, T, N, K, H = 4, 32, 8, 2, 8
 PLACEMENTS = ("contiguous", "zigzag")
 TOKENS = {"query": 1, "key": 1, "value": 1, "query_segment_ids": 1, "key_value_segment_ids": 1}
 ROWS = {"bias": -2, "mask": -2}  # arrays that a ring shards over their rows, and all-to-all does not
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale")
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "sinks", "strip")
 
 
 def normal(shape, seed=0):
@@ -53,17 +53,26 @@ BLOCKS = masks.block_mask(masks.Custom(lambda b, n, t, s: (t // 5 + s // 3) % 3 
     normal((N, 5, 11), 8) < 0.7, (7, 3)
 )
 LENGTHS = np.asarray([48, 17, 5, 0], np.int32)
-# name: (arrays, static keywords). `slopes` become an Alibi, a function of positions.
+# name: (arrays, static keywords). `slopes` become an Alibi, a function of positions; `strip` becomes a RelativeBias.
 CASES = {
     "full": (tokens(), {}),
-    "causal": (tokens(N), {"is_causal": True}),
+    "relative bias": ({**tokens(), "strip": normal((N, 2 * T - 1))}, {"is_causal": True}),
+    "causal": ({**tokens(N), "sinks": normal((N,))}, {"is_causal": True}),
     "causal window": (tokens(), {"is_causal": True, "local_window_size": (6, 0)}),
+    "windows by head": (
+        {
+            **tokens(),
+            "local_window_size": (np.arange(N, dtype=np.int32).reshape(1, N, 1, 1) * 3 - 2, np.int32(4)[None]),
+        },
+        {},
+    ),
     "segments": ({**tokens(), **segment_ids(), "scale": np.asarray(0.3, np.float32)}, {"logits_soft_cap": 2.0}),
     "lengths": (
         {
             **padded(tokens(length=48), LENGTHS),
             "key_value_seq_lengths": LENGTHS,
             "query_seq_lengths": np.asarray([T, 20, 9, 3], np.int32),
+            "sinks": np.where(np.arange(N) == 1, -np.inf, normal((B, N))).astype(np.float32),
         },
         {"mask": masks.Causal("bottom_right", offset=2)},
     ),
@@ -80,6 +89,8 @@ def attend(arrays, attention=pallas_fa.dot_product_attention, implementation="re
     arrays = dict(arrays)
     slopes = arrays.pop("slopes", None)
     score = None if slopes is None else scores.Alibi(slopes)
+    if "strip" in arrays:
+        score = scores.RelativeBias(arrays.pop("strip"))
     return attention(**arrays, **static, score=score, implementation=implementation, return_residual=True)
 
 
@@ -94,6 +105,8 @@ def sharded(attention, size, placement):
             spans |= {name: axis for name, axis in ROWS.items() if name in arrays and arrays[name].shape[axis] > 1}
         specs = {name: shard if name in TOKENS else P() for name in arrays}
         specs |= {name: P("data") for name in ("query_seq_lengths", "key_value_seq_lengths") if name in arrays}
+        if arrays.get("sinks", np.zeros(N)).ndim > 1:
+            specs["sinks"] = P("data")
         specs |= {name: P(*[None] * (arrays[name].ndim - 2), "ring") for name in ROWS if name in spans}
         if "mask" in arrays:
             specs["mask"] = P("data", *specs["mask"][1:])

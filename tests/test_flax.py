@@ -348,7 +348,7 @@ ERRORS = {  # fields, arguments of the call, what is raised
     "xla": ({"dropout_rate": 0.1, "implementation": ("mosaic_gpu", "xla")}, {}, NotImplementedError, "dropout_rate=0"),
     "rate": ({"dropout_rate": 1.5}, {}, ValueError, r"dropout_rate=1.5 must be in \[0, 1\)"),
     "soft cap": ({"logits_soft_cap": -1.0}, {}, ValueError, "logits_soft_cap=-1.0 must be positive"),
-    "window": ({"local_window_size": (1, -2)}, {}, ValueError, r"local_window_size=\(1, -2\) must not be negative"),
+    "window": ({"local_window_size": (1, -2)}, {}, ValueError, r"local_window_size\[1\]=-2 must not be negative"),
     "one id": ({}, {"query_segment_ids": np.zeros((2, T), int)}, ValueError, "both or neither"),
     "ids": (
         {},

@@ -25,7 +25,10 @@ WIDE_CASES = tuple(
     Case(333, 517, mask, score, DTYPES[i % 2], N=4, K=2, H=H, Hv=Hv)
     for i, (mask, score, H, Hv) in enumerate(
         (mask, score, H, Hv)
-        for H, Hv in ((64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (64, 128), (128, 64))
+        for H, Hv in (
+            *((64, 64), (128, 128), (256, 256), (192, 128), (72, 72), (64, 128), (128, 64)),
+            *((59, 100), (100, 100), (200, 59)),
+        )
         for mask, score in (("packed", "plain"), ("dense", "bias"), ("lengths", "soft_cap"), ("causal", "everything"))
     )
 )
@@ -44,6 +47,16 @@ LONG_CASES = tuple(
         for H in (64, 128, 256)
     ),
 )
+# Long and short rows of tiles, rows past the end, and a gradient that all batch entries and heads add to.
+RELATIVE_CASES = tuple(
+    Case(T, S, mask, score, "bfloat16", N=4, K=2, H=H, Hv=H)
+    for H in (64, 128, 256)
+    for T, S, mask, score in (
+        (1000, 700, "causal", "relative_bias"),
+        (333, 1517, "window_causal", "relative_bias_shared"),
+        (129, 65, "lengths", "relative_bias"),
+    )
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +66,7 @@ def poisoned_memory():
         jax.block_until_ready(jnp.full((size,), jnp.nan, jnp.float32)).delete()
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES, ids=str)
+@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES + RELATIVE_CASES, ids=str)
 def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 

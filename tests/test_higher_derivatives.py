@@ -19,14 +19,14 @@ def _small_loss(implementation, a):
     out, lse = pallas_fa.dot_product_attention(
         a["query"], a["key"], a["value"], a["bias"], scale=a["scale"], logits_soft_cap=3.0, score=score,
         mask=Causal("bottom_right") & Segments(np.array([0, 1]), np.array([0, 1, 1])),
-        implementation=implementation, return_residual=True,
+        sinks=a["sinks"], implementation=implementation, return_residual=True,
     )  # fmt: skip
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.cos(lse)))
 
 
 _SMALL = {
     "query": (1, 2, 2, 2), "key": (1, 3, 1, 2), "value": (1, 3, 1, 3), "bias": (2, 1, 3), "scale": (), "slopes": (2,),
-    "gain": (2, 1),
+    "gain": (2, 1), "sinks": (2,),
 }  # fmt: skip
 
 

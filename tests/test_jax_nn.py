@@ -26,6 +26,7 @@ SAME = {
     "causal": {"is_causal": True},
     "window": {"local_window_size": (3, 20)},
     "window of one int": {"local_window_size": 15},
+    "window of an array": {"local_window_size": np.array([3, 20])},
     "causal window": {"local_window_size": (4, 2), "is_causal": True},
     "lengths": {"query_seq_lengths": np.array([20, 7], np.int32), "key_value_seq_lengths": np.array([5, 33], np.int32)},
     "key lengths, causal": {"key_value_seq_lengths": np.array([5, 33], np.int32), "is_causal": True},
@@ -108,6 +109,31 @@ def test_agrees_with_a_batch_dim_that_the_queries_lack():
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((T, N, H), (S, 2, H), (S, 2, H)))
     agree(q, k, v, {"bias": _NORMAL(1, N, T, S), "mask": _BOOL(1, 1, T, S)})
     agree(q, k, v, {"query_seq_lengths": np.array([9]), "key_value_seq_lengths": np.array([20])})
+
+
+WINDOWS = np.array([[3, 0], [T, 4], [-3, S], [0, 0]], np.int32)  # a negative side leaves the query itself out
+
+
+@pytest.mark.parametrize("transformation", ("scan", "vmap"))
+def test_traced_windows_agree(transformation):
+    """As of layers that alternate between windows."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((B, T, N, H), (B, S, 2, H), (B, S, 2, H)))
+
+    def results(attention):
+        attend = lambda x, k, v, window: attention(x, k, v, local_window_size=(window[0], window[1]))
+
+        def loss(q, k, v, windows):
+            if transformation == "vmap":
+                return jnp.sin(jax.vmap(attend, (None, None, None, 0))(q, k, v, windows)).sum()
+            layer = lambda x, window: (x + attend(x, k, v, window), None)
+            return jnp.sin(jax.lax.scan(layer, q, windows)[0]).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v, WINDOWS)
+
+    ours, theirs = results(pallas_fa.dot_product_attention), results(jax.nn.dot_product_attention)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
 
 
 def test_an_integer_bias_agrees():

@@ -24,7 +24,7 @@ from tests.cases import Case
 from tests.lowering import kernels, time_in_calls_of_jax_nn
 
 BASE = Case(200, 300, dtype="bfloat16", N=4, K=2, H=64, Hv=64, batch=(2,))
-HEAD_DIMS = ((8, 8), (64, 64), (72, 72), (128, 128), (192, 128), (64, 128), (128, 64), (256, 256), (136, 24))
+HEAD_DIMS = ((8, 8), (64, 64), (72, 72), (128, 128), (192, 128), (64, 128), (128, 64), (256, 256), (136, 24), (59, 100))
 LENGTHS = ((1, 1), (1, 7), (64, 64), (799, 3), (239, 1), (1023, 1024), (4096, 4096))
 
 
@@ -163,8 +163,9 @@ def test_the_operations_said_to_lower_do():
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"score": scores.Custom(lambda x, b, n, t, s: jnp.floor(x))}, "floor"),
-        ({"mask": masks.Custom(lambda b, n, t, s: jnp.isfinite(t * 1.0))}, "is_finite"),
+        ({"score": scores.Custom(lambda x, b, n, t, s: jax.lax.lgamma(x))}, "lgamma"),
+        ({"mask": masks.Custom(lambda b, n, t, s: jnp.cbrt(t) > 2)}, "cbrt"),
+        ({"score": scores.Custom(lambda x, b, n, t, s: jax.lax.fori_loop(0, 3, lambda i, y: y * x, x))}, "scan"),
         ({"config": 3}, "config.Config"),
     ],
 )

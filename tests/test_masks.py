@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Lengths, Mask, Segments, Window, block_mask
+from pallas_fa.masks import BlockMask, Causal, Custom, Dense, KeyIntervals, Lengths, Mask, Segments, Window, block_mask
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands.intervals import UNBOUNDED
 from pallas_fa.operands.part import Part
@@ -116,7 +116,12 @@ def block_masks(draw, T, S):
 
 @st.composite
 def array_masks(draw, T, S):
-    kind = draw(st.sampled_from(("offset", "segments", "lengths", "head_lengths", "dense", "custom", "blocks")))
+    kinds = "offset", "window", "key_intervals", "segments", "lengths", "head_lengths", "dense", "custom", "blocks"
+    kind = draw(st.sampled_from(kinds))
+    if kind == "window":
+        sides = st.none() | st.integers(0, max(T, S))
+        sides |= st.sampled_from(((), (B,), (B, N, 1, 1))).flatmap(lambda shape: _integers(shape, -3, max(T, S)))
+        return Window(draw(sides), draw(sides), draw(st.integers(-T, S) | _integers((B,), -T, S)))
     if kind == "blocks":
         return draw(block_masks(T, S))
     if kind == "offset":
@@ -124,6 +129,10 @@ def array_masks(draw, T, S):
         if draw(st.booleans()):
             return Window(draw(sides), draw(sides), offset)
         return Causal(draw(st.sampled_from(("top_left", "bottom_right"))), offset)
+    if kind == "key_intervals":
+        shape = draw(st.sampled_from(((T,), (B, T), (B, N, T, 1), (B, 1, 1, 1))))
+        starts = draw(_integers(shape, -1, S + 1))
+        return KeyIntervals(starts, starts + draw(_integers(shape, -2, S)))
     if kind == "segments":
         ordered, batch = draw(st.booleans()), draw(st.sampled_from(((B,), ())))
         return Segments(*(draw(_integers((*batch, size), 0, 3, ordered)) for size in (T, S)))
@@ -304,6 +313,29 @@ def test_bottom_right_aligns_to_the_sequence_lengths():
     only_keys = allowed(bind(causal, T, S, key_value_seq_lengths=kv), T, S)[:, 0]
     want = np.stack([np.tril(np.ones((T, S), bool), kv[i] - T) & (np.arange(S) < kv[i]) for i in range(B)])
     np.testing.assert_array_equal(only_keys, want)
+
+
+def test_a_bottom_right_window_is_a_window_with_that_offset():
+    T, S, q, kv = 6, 8, np.array([4, 6]), np.array([7, 3])
+    for lengths, offset in (({}, S - T), ({"query_seq_lengths": q, "key_value_seq_lengths": kv}, kv - q)):
+        got, want = (
+            bind(Window(2, 1, 3, "bottom_right"), T, S, **lengths),
+            bind(Window(2, 1, 3 + offset), T, S, **lengths),
+        )
+        np.testing.assert_array_equal(allowed(got, T, S), allowed(want, T, S))
+
+
+@pytest.mark.parametrize("dtype", (np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64))
+def test_arrays_of_any_int_dtype_keep_their_values(dtype):
+    """The limits to which they are clipped are beyond what narrow ones can hold, and wide ones hold more than int32."""
+    T = S = 300
+    far = np.array([3, min(np.iinfo(dtype).max, 2**40)])
+    for make in (lambda x: Causal(offset=x), lambda x: Lengths(x, x), lambda x: Window(x, x)):
+        for x in (far.astype(dtype), jnp.asarray(np.minimum(far, 2**31 - 1).astype(dtype))):
+            want = [
+                allowed(bind(make(np.int32(n) * np.ones(B, np.int32)), T, S), T, S)[0] for n in np.minimum(far, 1000)
+            ]
+            np.testing.assert_array_equal(allowed(bind(make(x), T, S), T, S), np.stack(want))
 
 
 def test_offset_shifts_both_alignments():

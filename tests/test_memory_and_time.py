@@ -54,6 +54,7 @@ _LINEAR = {
         "mask": masks.Segments(jnp.zeros(T, int), jnp.zeros(T, int)),
         "score": scores.Alibi(jnp.ones(8)),
     },
+    "relative bias": lambda T: {"score": scores.RelativeBias(jnp.ones((8, 2 * T - 1)))},
 }
 
 

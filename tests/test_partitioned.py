@@ -20,7 +20,7 @@ from pallas_fa import masks, scores
 from pallas_fa.backends import choice, hopper
 from pallas_fa.backends import xla as xla_backend
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.record import Backend
+from pallas_fa.backends.record import Backend, backward_in_btnh, forward_in_btnh
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
 from pallas_fa.sharding import partitioned
@@ -30,7 +30,7 @@ from tests.lowering import kernels
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
 
 B, T, S, H = 4, 24, 16, 8
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain")
+FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain", "sinks", "strip")
 AXES = ("data", "model", "rows")
 TOKENS = ("query", "key", "value")
 HEADS = P("data", None, "model")
@@ -39,7 +39,8 @@ HEADS = P("data", None, "model")
 @pytest.fixture
 def shared(monkeypatch):
     """'xla' as the kernels are called: a black box that each device runs on its shard."""
-    forward, backward = partitioned.forward(xla.forward), partitioned.backward(_backward)
+    forward = partitioned.forward(forward_in_btnh(xla.forward))
+    backward = partitioned.backward(backward_in_btnh(_backward))
     others = [backend for backend in choice.backends() if backend.name != "xla"]
     monkeypatch.setattr(
         choice, "backends", lambda: (*others, Backend("xla", xla_backend.BACKEND.supports, forward, backward))
@@ -81,6 +82,8 @@ def some_pairs(b, n, t, s, rows):
 def attend(a, implementation="xla", **static):
     a = dict(a)
     score = scores.Alibi(a.pop("slopes")) if "slopes" in a else None
+    if "strip" in a:
+        score = scores.RelativeBias(a.pop("strip"))
     if "gain" in a:
         score = scores.Custom(gain, a.pop("gain"))
     if "rows" in a:
@@ -134,6 +137,7 @@ BLOCKS = masks.block_mask(
     masks.Custom(lambda b, n, t, s: (n + t // 5 + s // 3) % 3 > 0), T, S, (5, 3), heads=8
 ) & masks.BlockMask(normal((B, 1, 4, 6)) < 0.7, (7, 3))
 REPLICATED_KEYS = {"key": P(), "value": P()}
+HEADS_OF_BATCH = P("data", "model")
 BATCH_ALONE = {"key": P("data"), "value": P("data")}
 CASES = {
     "batch": Case(P("data"), {"bias": normal((8, 1, S)), "scale": np.float32(0.3)}, mesh=(4, 2, 1)),
@@ -156,8 +160,12 @@ CASES = {
     "mask of heads": Case(HEADS, {"mask": normal((8, T, S)) < 0.5}, {"mask": P("model")}),
     "lengths": Case(
         HEADS,
-        {"query_seq_lengths": np.array([24, 3, 0, 9]), "key_value_seq_lengths": np.array([16, 5, 2, 0])},
-        {"query_seq_lengths": P("data")},
+        {
+            "query_seq_lengths": np.array([24, 3, 0, 9]),
+            "key_value_seq_lengths": np.array([16, 5, 2, 0]),
+            "sinks": normal((B, 8)),
+        },
+        {"query_seq_lengths": P("data"), "sinks": HEADS_OF_BATCH},
         {"mask": masks.Causal("bottom_right", offset=1)},
     ),
     "fewer key heads than shards": Case(P(None, None, "model"), {}, REPLICATED_KEYS, mesh=(1, 8, 1), heads=(8, 2)),
@@ -165,13 +173,30 @@ CASES = {
         P(None, None, ("data", "model")), {}, dict.fromkeys(("key", "value"), P(None, None, "data")), heads=(8, 2)
     ),
     "one key head": Case(HEADS, {"gain": normal((8, 1, 1))}, BATCH_ALONE, heads=(8, 1)),
-    "heads that straddle key heads": Case(HEADS, {}, BATCH_ALONE, {"is_causal": True}, heads=(24, 6)),
+    "heads that straddle key heads": Case(
+        HEADS, {"sinks": normal((24,))}, BATCH_ALONE, {"is_causal": True}, heads=(24, 6)
+    ),
     "rows": Case(P("data", "model"), {"bias": normal((B, 1, T, S))}, BATCH_ALONE, {"is_causal": True}),
     "rows in a window": Case(
         P(None, "model"),
         {"key_value_seq_lengths": np.array([16, 5, 2, 0]), "query_seq_lengths": np.array([24, 3, 0, 9])},
         REPLICATED_KEYS,
         {"local_window_size": (3, 1)},
+    ),
+    "relative bias": Case(
+        P("data", "rows", "model"),
+        {"strip": normal((8, T + S - 1))},
+        {"key": HEADS, "value": HEADS, "strip": P("model")},
+        {"is_causal": True},
+    ),
+    "windows by head and intervals of rows": Case(
+        P("data", "rows", "model"),
+        {
+            "local_window_size": (np.arange(B * 8, dtype=np.int32).reshape(B, 8, 1, 1) - 2, np.int32(9)[None]),
+            "mask": masks.from_cu_seqlens([[0, 9, 20]] * B, [[0, 7, 15]] * B, T=T),
+        },
+        {"key": HEADS, "value": HEADS, "mask": P("data", "rows")},
+        mesh=(2, 2, 2),
     ),
     "rows of a block mask": Case(
         P("data", "rows", "model"),
@@ -197,7 +222,11 @@ def truth(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.smoke) if x == "functions of all indices" else x for x in CASES]
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.smoke) if x in ("functions of all indices", "relative bias") else x
+        for x in CASES
+    ],
 )
 def test_every_device_computes_its_share(name, shared):
     """Out and lse lie as the queries do; nothing is gathered; forward, no device waits for another."""
@@ -380,9 +409,10 @@ def test_the_kernels_of_one_device_lower(spec):
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
     q, k = shape(B, 64, 8, 64), shape(B, 64, 4, 64)
     bias, slopes, allowed = shape(8, 64, 64), shape(8, dtype=jnp.float32), shape(64, 1, dtype=jnp.bool_)
+    strip = shape(8, 127)
 
-    def run(q, k, v, bias, slopes, allowed):
-        score = scores.Alibi(slopes).then(scores.Custom(gain, jnp.ones((1, 1))))
+    def run(q, k, v, bias, slopes, allowed, strip):
+        score = scores.Alibi(slopes).then(scores.Custom(gain, jnp.ones((1, 1)))).then(scores.RelativeBias(strip))
         mask = masks.Causal() & masks.Custom(some_pairs, allowed)
         problem, operands = normalise(q, k, v, bias, mask, score=score)
         axes = (*(() if x is None else (x,) if isinstance(x, str) else x for x in spec), (), (), ())
@@ -391,11 +421,10 @@ def test_the_kernels_of_one_device_lower(spec):
         letters = letters_of_operands(operands)
         out, lse = call(hopper.backend(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
         arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
-        return call(
-            hopper.backend(Gpu.visible()).backward, arguments, letters, (QUERY, KEY, VALUE, "_NTS", "_N__", "____")
-        )
+        gradients = QUERY, KEY, VALUE, "_NTS", "_N__", "____", "_ND"
+        return call(hopper.backend(Gpu.visible()).backward, arguments, letters, gradients)
 
-    assert kernels(run, q, k, k, bias, slopes, allowed) == 2
+    assert kernels(run, q, k, k, bias, slopes, allowed, strip) == 2
 
 
 def shards_of(shard, problem, kernel, arguments, letters, results):

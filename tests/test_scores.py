@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
+from pallas_fa.masks import Lengths
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
 from pallas_fa.scores import Alibi, Bias, Custom, Score, SoftCap
@@ -24,7 +25,7 @@ def x(rng):
 
 
 def apply(score, x):
-    return score.bind(DIMS).apply(x, *INDEX)
+    return score.bind(DIMS, Lengths()).apply(x, *INDEX)
 
 
 # ---- meanings -------------------------------------------------------------------------------------------------------
@@ -42,6 +43,19 @@ def test_alibi(shape, x, rng):
     np.testing.assert_allclose(apply(Alibi(slopes), x), want, atol=1e-6)
 
 
+def test_bottom_right_alibi_counts_from_the_last_query_and_key(x):
+    q, kv = (np.asarray(n, np.int32).reshape(2, 1, 1, 1) for n in ((5, 3), (4, 7)))
+    score = Alibi(np.ones(3, np.float32), 1, align="bottom_right")
+    for lengths, offset in ((Lengths(), 7 - 5), (Lengths(kv_lengths=kv), kv - 5), (Lengths(q, kv), kv - q)):
+        want = x - abs(np.arange(5)[:, None] + 1 + offset - np.arange(7))
+        np.testing.assert_allclose(score.bind(DIMS, lengths).apply(x, *INDEX), want, atol=1e-6)
+    q, key = x[:, :, :, :5].swapaxes(1, 2), jnp.swapaxes(x, 1, 2)  # [2, 5, 3, 5] and [2, 5, 3, 7]
+    call = lambda score, mask: pallas_fa.dot_product_attention(q, q, key, score=score, mask=mask, implementation="xla")
+    lengths = Lengths(kv_lengths=np.array([4, 2]))
+    want = call(Alibi(np.ones(3, np.float32), np.array([4, 2]) - 5), lengths)
+    np.testing.assert_array_equal(call(Alibi(np.ones(3, np.float32), align="bottom_right"), lengths), want)
+
+
 @pytest.mark.parametrize("shape", ((), (7,), (5, 1), (3, 1, 7), (1, 1, 1, 7), (2, 1, 5, 1), (2, 3, 5, 7)), ids=str)
 def test_bias_is_broadcast_right_aligned(shape, x, rng):
     array = rng.standard_normal(shape, np.float32) if shape else np.float32(0.5)
@@ -55,7 +69,7 @@ def test_a_part_of_a_score_is_the_score_of_the_part(x, rng):
     inside = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
     want, index = apply(score, x)[inside], np.ogrid[tuple(slice(n) for n in size)]
     for part in (Part(start, size), Part(tuple(map(jnp.int32, start)), size)):
-        got = part.cut(score.bind(DIMS)).moved(part).apply(x[inside], *index)
+        got = part.cut(score.bind(DIMS, Lengths())).moved(part).apply(x[inside], *index)
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 

@@ -63,6 +63,7 @@ def refused(capsys, args):
         (["--context", "1"], ["--context=1", "at least 2"]),
         (["--prompt", ""], ["--prompt=''", "at least one character"]),
         (["--task", "images", "--data", "x"], ["--data='x'", "--task text"]),
+        (["--task", "images", "--sinks"], ["--sinks=True", "--task text"]),
         (["--data", ""], ["--data=''", "'.' is the current directory"]),
         (["--data", "no/such/file"], ["--data='no/such/file'", "does not exist", "check the path"]),
         (["--implementation", "nonsense"], ["--implementation='nonsense'", "xla"]),

@@ -17,7 +17,7 @@ IMPLEMENTATIONS = ("xla", "reference")
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 B, T, S, N, K, H = 2, 5, 6, 4, 2, 8
-FLOATS = ("query", "key", "value", "bias", "scale", "slopes")
+FLOATS = ("query", "key", "value", "bias", "scale", "slopes", "sinks")
 
 
 def _normal(rng, *shape):
@@ -33,6 +33,7 @@ def arguments(rng):
         "bias": _normal(rng, N, 1, S),
         "scale": jnp.float32(0.3),
         "slopes": jnp.asarray([0.1, 0.2, 0.3, 0.4]),
+        "sinks": jnp.asarray([0.5, -jnp.inf, 2.0, -1.0]),
         "mask": jnp.asarray(rng.random((B, 1, T, S)) < 0.8),
         "offset": jnp.asarray([1, 3]),
         "query_segment_ids": jnp.asarray(rng.integers(0, 2, (B, T))),
@@ -88,6 +89,7 @@ _MAPPED = {
     "bias": {"bias": 1},
     "scale": {"scale": 0},
     "slopes": {"slopes": 1},
+    "sinks": {"sinks": 1},
     "mask": {"mask": 4},
     "offset": {"offset": 1},
     "segment ids": {"query_segment_ids": 1, "key_value_segment_ids": 2},
@@ -98,7 +100,7 @@ _MAPPED = {
     "key, value and mask": {"key": 0, "value": 1, "mask": 2},
     "everything": dict.fromkeys(arguments(np.random.default_rng(0)), 0),
     "everything but the query": {
-        "key": 1, "value": 0, "bias": 3, "scale": 0, "slopes": 0, "mask": 1, "offset": 0, "query_segment_ids": 0,
+        "key": 1, "value": 0, "bias": 3, "scale": 0, "slopes": 0, "sinks": 1, "mask": 1, "offset": 0, "query_segment_ids": 0,
         "key_value_segment_ids": 1, "query_seq_lengths": 1, "key_value_seq_lengths": 0,
     },
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Recomputes attention a few query rows at a time: derivatives of any order in O(rows * S) memory.
 
-JAX cannot differentiate a backward kernel. Second and higher derivatives recompute attention here, from the operands.
+JAX cannot differentiate a backward kernel. Second and higher derivatives recompute attention here, from the operands. Where
+a length is symbolic, all rows are one chunk.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem
 
 _ROWS = 128
@@ -27,10 +29,12 @@ def attention(plain: Callable[..., Any], problem: Problem, operands: Operands) -
 
     def rows(t0, length):
         cut = lambda x, axis: lax.dynamic_slice_in_dim(x, t0, length, axis)
-        cut_rows = lambda x: cut(x, 2) if x.shape[2] > 1 else x
+        cut_rows = lambda x: x if diagonals.spans(x) or x.shape[2] == 1 else cut(x, 2)
         q, k, v, *bound = operands
         return rematerialised(Operands(cut(q, 1), k, v, *jax.tree.map(cut_rows, bound)), t0)
 
+    if problem.dims.has_symbolic_length:  # the number of chunks is not known
+        return rematerialised(operands, 0)
     T = problem.dims.T
     full_chunks = T // _ROWS
     chunks = []

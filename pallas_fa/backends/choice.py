@@ -115,7 +115,8 @@ def _remark(problem, backend, known):
         return ", dropout in plain jnp with the T x S weights in memory"
     if backend.platform is None:
         return ""
-    reason, other = backend.supports(problem).backward, _gradients(problem, backend, known).name
+    support, other = backend.supports(problem), _gradients(problem, backend, known).name
+    reason, where = support.backward, where + (f"; {support.remark}" if support.remark else "")
     if problem.forward_mode:
         reason, other = "forward_mode=True", "xla"
     return where + (f"; {other} computes its gradients, because {reason}" if reason else "")

@@ -4,14 +4,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
 class Support(NamedTuple):
-    """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can."""
+    """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can.
+
+    `remark`: what else it does for the problem, in words that follow its name; None for nothing.
+    """
 
     forward: str | None = None
     backward: str | None = None
+    remark: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":
@@ -23,6 +28,29 @@ NO_TILES = "it has no tiles to configure, but config={config!r} was given"
 NO_DROPOUT = "it has no dropout yet (set dropout_rate=0, or let 'reference' do it with the T x S weights in memory)"
 
 
+def forward_in_btnh(forward: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Returns `forward(problem, operands)`, which knows the layout "BTNH" only, for any layout. XLA fuses transposes."""
+
+    def run(problem, operands):
+        out, lse = forward(*problem.in_btnh(operands))
+        return transpose(problem.layout, out), lse
+
+    return run
+
+
+def backward_in_btnh(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """Returns `backward(problem, residuals, d_out, d_lse)`, which knows the layout "BTNH" only, for any layout."""
+
+    def run(problem, residuals, d_out, d_lse):
+        operands, out, lse = residuals
+        btnh, operands = problem.in_btnh(operands)
+        out, d_out = (transpose(problem.layout, x) for x in (out, d_out))
+        d_q, d_k, d_v, *rest = backward(btnh, Residuals(operands, out, lse), d_out, d_lse)
+        return *(transpose(problem.layout, x) for x in (d_q, d_k, d_v)), *rest
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One way to compute attention.
@@ -30,7 +58,7 @@ class Backend:
     Attributes:
       name: what callers write in `implementation=`.
       supports: supports(problem) -> `Support`, on the platform that the backend is made for.
-      forward: forward(problem, operands) -> out [B, T, N, Hv] and lse [B, T, N].
+      forward: forward(problem, operands) -> out, [B, T, N, Hv] in the problem's layout, and lse [B, T, N].
       backward: backward(problem, residuals, d_out, d_lse) -> the gradients of `operands.differentiable`, in their dtypes.
       platform: the only platform that it lowers for; None for any.
       needs: the device that it runs on, in words.

@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.record import NO_TILES, Backend, Support
+from pallas_fa.backends.record import NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.softmax import tile
 
 
 def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
     """Returns probabilities [B, N, T, S] and log-sum-exp [B, N, T]; row 0 of q is query t0 of the problem."""
-    q, k, _, score, mask = operands
+    q, k, _, score, mask, sinks = operands
     q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
     b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
+    score = diagonals.replace(score, lambda a: diagonals.gathered(a.astype(x.dtype), t + t0, s))
     x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
-    return tile.softmax(x)
+    return tile.softmax(x, sinks)
 
 
 def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
@@ -53,4 +55,11 @@ def _supports(problem: Problem) -> Support:
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 
-BACKEND = Backend("reference", _supports, attention, _backward, by_default=False, plain=True)
+BACKEND = Backend(
+    "reference",
+    _supports,
+    forward_in_btnh(attention),
+    backward_in_btnh(_backward),
+    by_default=False,
+    plain=True,
+)

@@ -89,6 +89,7 @@ def all_to_all_attention(
       query_segment_ids: int [*B, T/R], this device's shard. The shards of all devices are gathered.
       key_value_segment_ids: int [*B, S/R], this device's shard.
       score: a `pallas_fa.scores.Score` of the whole problem.
+      sinks: float [N] or [*B, N], those of all heads.
 
     Returns:
       out [*B, T/R, N, Hv], with `return_residual` (out, lse), lse [*B, T/R, N]; differentiable.
@@ -102,7 +103,8 @@ def all_to_all_attention(
     checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_dropout(arguments)
     refuse_forward_mode(arguments)
-    local, _ = normalise(query, key, value)
+    local, _ = normalise(query, key, value, layout=arguments.get("layout") or "BTNH")
+    length_axis, head_axis = (-3, -2) if local.layout == "BTNH" else (-2, -3)
     N, K = local.dims.N, local.K
     if N % size:
         raise ValueError(
@@ -111,17 +113,18 @@ def all_to_all_attention(
         )
     checks.require_blocks(local.dims, size, placement)
     if K % size:
-        key, value = (jnp.repeat(x, size // math.gcd(K, size), axis=-2) for x in (key, value))
+        key, value = (jnp.repeat(x, size // math.gcd(K, size), axis=head_axis) for x in (key, value))
 
     def in_order(x, axis):
         return from_zigzag(x, axis, size) if placement == "zigzag" else x
 
     def whole_sequence(x):
-        return in_order(lax.all_to_all(x, axis_name, x.ndim - 2, x.ndim - 3, tiled=True), -3)
+        exchanged = lax.all_to_all(x, axis_name, x.ndim + head_axis, x.ndim + length_axis, tiled=True)
+        return in_order(exchanged, length_axis)
 
-    def shard(x, head_axis):
-        x = to_zigzag(x, head_axis - 1, size) if placement == "zigzag" else x
-        return lax.all_to_all(x, axis_name, x.ndim + head_axis - 1, x.ndim + head_axis, tiled=True)
+    def shard(x, length_axis, head_axis):
+        x = to_zigzag(x, length_axis, size) if placement == "zigzag" else x
+        return lax.all_to_all(x, axis_name, x.ndim + length_axis, x.ndim + head_axis, tiled=True)
 
     query_ids, key_ids = (
         ids if ids is None else in_order(lax.all_gather(ids, axis_name, axis=jnp.ndim(ids) - 1, tiled=True), -1)
@@ -143,7 +146,7 @@ def all_to_all_attention(
     B, heads = problem.dims.B, problem.dims.N
     part = Part((0, lax.axis_index(axis_name) * heads, 0, 0), (B, heads, problem.dims.T, problem.dims.S))
     score, own_mask = (None if tree is None else part.cut(tree).moved(part) for tree in (operands.score, operands.mask))
-    operands = operands._replace(score=score, mask=own_mask)
+    operands = operands._replace(score=score, mask=own_mask, sinks=part.cut(operands.sinks))
     out, lse = run(problem.with_operands(operands), operands, implementation)
-    out, lse = shard(out, -2), shard(lse, -1)
+    out, lse = shard(out, length_axis, head_axis), shard(lse, -2, -1)
     return (out, lse) if return_residual else out

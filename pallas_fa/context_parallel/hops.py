@@ -24,9 +24,11 @@ from pallas_fa.backends import reference
 from pallas_fa.context_parallel import whole_blocks
 from pallas_fa.context_parallel.ring import Ring, any_allowed, without_sharded_segments
 from pallas_fa.masks.base import all_of
+from pallas_fa.operands import diagonals
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays
+from pallas_fa.softmax import sinks
 from pallas_fa.softmax.merging import PartialResult, merge
 
 
@@ -76,8 +78,9 @@ def _block_pairs(ring: Ring, hop: Any, key_ids: Any, score: Any, mask: Any, quer
     device = lax.axis_index(ring.axis_name)
     for a, t in enumerate(ring.starts(device, T)):
         for b, s in enumerate(ring.starts((device - hop) % ring.size, S)):
-            # Arrays have this device's rows, and all columns.
-            array_part, global_part = Part((0, 0, a * T, s), size), Part((0, 0, t, s), size)
+            # Arrays have this device's rows, and all columns; or they span all diagonals.
+            diagonal = diagonals.first(ring.problem.dims.T * ring.size, t, T, s)
+            array_part, global_part = Part((0, 0, a * T, s), size, diagonal), Part((0, 0, t, s), size)
             pair_score, moved_mask = (
                 array_part.cut(tree).moved(global_part) if tree is not None else None for tree in (score, mask)
             )
@@ -96,7 +99,13 @@ class _Rules:
         return _forward(self.ring, self.ring.attend, operands)
 
     def backward(self, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
-        return _backward(self.ring, residuals, d_out, d_lse)
+        operands, out, lse = residuals
+        if operands.sinks is None:
+            return _backward(self.ring, residuals, d_out, d_lse)
+        # Sinks belong to no hop: each has the log-sum-exp of whole rows, with them.
+        gradients = _backward(self.ring, residuals._replace(operands=operands._replace(sinks=None)), d_out, d_lse)
+        products = jnp.where(out == 0, 0, out.astype(lse.dtype) * d_out)  # in padding out is 0, and d_out may be NaN
+        return *gradients, sinks.gradient(operands.sinks, lse, products.sum(axis=-1) - d_lse)
 
     def recompute(self, operands: Operands) -> tuple[Any, Any]:
         return _forward(self.ring, functools.partial(recompute_by_rows.attention, reference.attention), operands)
@@ -139,7 +148,8 @@ def _forward(ring, attend, operands):
             results[a] = pair.unless_skipped(add_pair, results[a])
         return next_keys, tuple(results)
 
-    empty = tuple(PartialResult.empty((*x.shape[:3], problem.Hv), problem.acc_dtype) for x in q)
+    shapes = ((*x.shape[:3], problem.Hv) for x in q)
+    empty = tuple(PartialResult.empty(shape, problem.acc_dtype, operands.sinks) for shape in shapes)
     _, results = lax.fori_loop(0, ring.hops, one_hop, (_key_blocks(ring, operands, segments), empty))
     out, lse = (jnp.concatenate(blocks, axis=1) for blocks in zip(*results, strict=True))
     return out.astype(problem.dtype), lse

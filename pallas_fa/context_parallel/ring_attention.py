@@ -12,6 +12,7 @@ from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement
 from pallas_fa.masks import Lengths, Mask
 from pallas_fa.operands.dims import ShardedDims
+from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import normalise
 
 
@@ -88,7 +89,10 @@ def ring_attention(
       query_segment_ids: int [*B, T/R], this device's shard.
       key_value_segment_ids: int [*B, S/R], this device's shard; the ids travel with the keys. (Ids in a `masks.Segments`,
         as arrays of a mask, have all S columns.)
-      score: a `pallas_fa.scores.Score`, whose arrays have this device's rows and all columns.
+      score: a `pallas_fa.scores.Score`, whose arrays have this device's rows and all columns. The strip of a
+        `RelativeBias` has all T + S - 1 offsets.
+      layout: the order of the dims of query, key, value and output; "BNTH" is transposed before and after the ring.
+      sinks: float [N] or [*B, N], the same on all devices of the ring; a sink counts once.
       implementation: 'mosaic_gpu', 'xla', a tuple of them, or None; computes each hop.
 
     Returns:
@@ -120,7 +124,8 @@ def ring_attention(
         **arguments,
         whole=lambda dims: ShardedDims(dims.batch, dims.T * size, dims.S * size, dims.N, rows=dims.T),
     )
-    dims = problem.dims
+    layout, dims = problem.layout, problem.dims
+    problem, operands = problem.in_btnh(operands)
     segments = segment_mask(dims, *ids)
     if segments is not None:
         operands = operands._replace(mask=with_sharded_segments(operands.mask, segments.bind(dims, Lengths())))
@@ -132,4 +137,5 @@ def ring_attention(
     names = tuple(implementation) if isinstance(implementation, list) else implementation
     ring = Ring(problem, names, axis_name, size, placement)
     out, lse = (x.reshape(dims.batch + x.shape[1:]) for x in hops.attention(ring, operands))
+    out = transpose(layout, out)
     return (out, lse) if return_residual else out

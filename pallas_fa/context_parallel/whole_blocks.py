@@ -171,7 +171,7 @@ def _later_operands(ring: Ring, operands: Operands, hop: Any, keys: tuple[Any, A
     if operands.mask is not None:
         from_later = jnp.int32(lax.axis_index(ring.axis_name) < hop).reshape(1, 1, 1, 1)
         mask = _WholeBlocks(from_later, ring.problem.dims.T // 2)
-    return operands._replace(k=k, v=v, mask=mask)
+    return operands._replace(k=k, v=v, mask=mask, sinks=None)  # the first hop has counted the sinks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """`Causal` and `Window`: masks that compare positions."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_fa.masks.base import Mask
@@ -10,12 +11,12 @@ from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.intervals import UNBOUNDED, Range, add, subtract
 from pallas_fa.operands.part import Part
-from pallas_fa.operands.pytree import is_static_int
+from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
 
 
 def _join_bands(parts: list[Mask]) -> list[Mask]:
-    """Joins all bound causal masks and windows of static offsets to one window: one test instead of many."""
-    bands = [part for part in parts if isinstance(part, (Causal, Window)) and is_static_int(part.offset)]
+    """Joins all bound causal masks and windows without arrays to one window: one test instead of many."""
+    bands = [part for part in parts if isinstance(part, (Causal, Window)) and not jax.tree.leaves(part)]
     lefts = [part.offset - part.left for part in bands if isinstance(part, Window) and part.left is not None]
     rights = [part.offset + part.right for part in bands if isinstance(part, Window) and part.right is not None]
     rights += [part.offset for part in bands if isinstance(part, Causal)]
@@ -40,21 +41,15 @@ class Causal(Mask):
     """
 
     join = staticmethod(_join_bands)
-    align: Literal["top_left", "bottom_right"] = "top_left"
+    align: offsets.Align = "top_left"
     offset: Any = 0
 
     def __post_init__(self):
-        if self.align not in ("top_left", "bottom_right"):
-            raise ValueError(f"align={self.align!r} is not a way to align Causal. Use 'top_left' or 'bottom_right'.")
+        offsets.check_align("Causal", self.align)
         object.__setattr__(self, "offset", offsets.check("offset", self.offset))
 
     def bind(self, dims: Dims, lengths: Any) -> "Causal":
-        offset = offsets.bind(self.offset, dims)
-        if self.align == "bottom_right":
-            q_lengths = dims.T if lengths.q_lengths is None else lengths.q_lengths
-            kv_lengths = dims.S if lengths.kv_lengths is None else lengths.kv_lengths
-            offset = offset + kv_lengths - q_lengths
-        return Causal(offset=offset)
+        return Causal(offset=offsets.bind_aligned(self.offset, self.align, dims, lengths))
 
     def moved(self, part: Part) -> "Causal":
         return Causal(offset=self.offset + part.shift)
@@ -75,35 +70,53 @@ class Causal(Mask):
         return subtract(s_hi - 1, offsets.per_tile(self.offset)), UNBOUNDED
 
 
+def check_side(name: str, x: Any) -> Any:
+    """Returns a side of a window: an int >= 0, None for no bound, or an int array; raises for anything else."""
+    if x is None:
+        return None
+    if not is_static_number(x):
+        return offsets.int_array(name, x)
+    if not is_static_int(x):
+        raise TypeError(f"{name}={x!r} must be an int (keys on that side), an int array, or None (no bound).")
+    if x < 0:
+        raise ValueError(
+            f"{name}={x} must not be negative. For no bound on that side (-1 in flash-attn) pass None; for a window away"
+            " from the query's own position pass masks.Window(left, right, offset=...)."
+        )
+    return int(x) if x < UNBOUNDED // 2 else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
     """Allows t + offset - left <= s <= t + offset + right.
 
+    `left` and `right` are each an int >= 0, None for no bound on that side, or an int array, traced or not: one value for
+    all, [*B], or [*B, N, 1, 1] for a window per head. Tiles outside are skipped in either case. A negative value in an array
+    means what the inequality says, as in `jax.nn`: with left=-1 a query does not see itself, and left + right < 0 is an
+    empty window.
+
     Attributes:
-      left: an int >= 0, or None for no bound on that side.
-      right: an int >= 0, or None for no bound on that side.
+      left: keys before the query's own position, which is t + offset.
+      right: keys after it.
       offset: an int, or an int array [*B], for chunked prefill and decoding into a cache.
+      align: as in `Causal`.
     """
 
     join = staticmethod(_join_bands)
-    left: int | None = None
-    right: int | None = None
+    left: Any = None
+    right: Any = None
     offset: Any = 0
+    align: offsets.Align = "top_left"
 
     def __post_init__(self):
+        offsets.check_align("Window", self.align)
         for name in ("left", "right"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not is_static_int(value):
-                raise TypeError(f"{name}={value!r} must be an int (keys on that side of the query) or None (no bound).")
-            if value < 0:
-                raise ValueError(f"{name}={value} must be >= 0: a window includes the query's own position. Use 0.")
-            object.__setattr__(self, name, int(value) if value < UNBOUNDED // 2 else None)
+            object.__setattr__(self, name, check_side(name, getattr(self, name)))
         object.__setattr__(self, "offset", offsets.check("offset", self.offset))
 
     def bind(self, dims: Dims, lengths: Any) -> "Window":
-        return Window(self.left, self.right, offsets.bind(self.offset, dims))
+        left, right = (offsets.bind(name, getattr(self, name), dims) for name in ("left", "right"))
+        return Window(left, right, offsets.bind_aligned(self.offset, self.align, dims, lengths))
 
     def moved(self, part: Part) -> "Window":
         return Window(self.left, self.right, self.offset + part.shift)
@@ -111,7 +124,7 @@ class Window(Mask):
     @property
     def _bounds(self):
         """How far the window reaches left and right of t, each broadcastable against tiles."""
-        left, right = (UNBOUNDED if self.left is None else self.left), (UNBOUNDED if self.right is None else self.right)
+        left, right = (UNBOUNDED if x is None else offsets.per_tile(x) for x in (self.left, self.right))
         offset = offsets.per_tile(self.offset)
         return left - offset, right + offset
 
@@ -121,6 +134,8 @@ class Window(Mask):
             return s <= centre + (UNBOUNDED if self.right is None else self.right)
         if self.right is None:
             return s >= centre - self.left
+        if is_array(self.left) or is_array(self.right):
+            return (s >= centre - self.left) & (s <= centre + self.right)
         # One comparison for both bounds: left of the window, the difference wraps around to a large number.
         return (s - centre + self.left).astype(jnp.uint32) <= self.left + self.right
 

@@ -18,9 +18,10 @@ class Custom(Mask):
     """fn(b, n, t, s, *slices) -> bool: any elementwise rule in jnp.
 
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
-    broadcastable, so it never indexes an argument. `fn` may index an array that it closes over by b, n, t and s; the kernels
-    can't do that. `ranges`: a mask known to allow all that `fn` allows; only its ranges are used, to skip tiles (without it
-    every tile is visited), or its blocks, if it is or holds a `BlockMask`.
+    broadcastable, so it never indexes an argument; those of a 16-bit float dtype come as float32. `fn` may index an array
+    that it closes over by b, n, t and s; the kernels can't do that. `ranges`: a mask known to allow all that `fn` allows;
+    only its ranges are used, to skip tiles (without it every tile is visited), or its blocks, if it is or holds a
+    `BlockMask`.
 
     A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not bool.
     """
@@ -59,7 +60,9 @@ class Custom(Mask):
         return Custom(AtGlobalIndices(self.fn, 0), *part.origin, *self.arrays, ranges=ranges)
 
     def allowed(self, b, n, t, s):
-        return self.fn(b, n, t, s, *self.arrays)
+        # As kernels have them; scores convert theirs to the dtype of the logit.
+        is_half = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return self.fn(b, n, t, s, *(x.astype(jnp.float32) if is_half(x) else x for x in self.arrays))
 
     def tile_states(self, queries, keys):
         if self.ranges is None:

@@ -51,12 +51,7 @@ class Lengths(Mask):
             x = getattr(self, name)
             if x is None:
                 return None
-            x = dims.spanning(name, x, "B")
-            if x.shape[2:] != (1, 1):
-                raise ValueError(
-                    f"{name}.shape={x.shape} varies over positions. Give one length per batch entry: [*B]."
-                )
-            return jnp.clip(x, 0, size).astype(jnp.int32)
+            return jnp.clip(offsets.per_sequence(name, x, dims), 0, size)
 
         return Lengths(bound("q_lengths", dims.T), bound("kv_lengths", dims.S))
 

@@ -68,6 +68,7 @@ def attention_fn(
       qk_attn_weights_einsum: refused if not None.
       attn_weights_value_einsum: refused if not None.
       is_causal: query t attends to keys s <= t.
+      layout: refused unless "BTNH", which is Flax's.
       input_positions: refused if not None: this function applies no rotary embedding.
       local_window_size: refused, like `is_causal`, for a single query with several keys. Such a call decodes from a cache,
         and only the module knows the query's position.
@@ -81,6 +82,11 @@ def attention_fn(
       NotImplementedError: Flax's function supports an argument and this one does not.
     """
     del force_fp32_for_softmax
+    layout = arguments.get("layout")
+    if layout not in (None, "BTNH"):
+        raise ValueError(
+            f"{layout=}: Flax's modules pass [*B, T, N, H]. Leave it out, or call pallas_fa.dot_product_attention."
+        )
     _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions)
     query, key, value = _promoted(query, key, value, dtype)
     if query.ndim >= 3 and key.ndim >= 3:  # if not, `normalise` says so
@@ -97,9 +103,7 @@ def attention_fn(
     return dropout.attention(problem, operands, dropout_rng, broadcast_dropout)
 
 
-def refuse_single_query(
-    T: int, S: int, is_causal: bool | None, local_window_size: int | tuple[int | None, int | None] | None
-) -> None:
+def refuse_single_query(T: int, S: int, is_causal: bool | None, local_window_size: Any) -> None:
     """Raises ValueError if `is_causal` or a window would take a query that decodes from a cache for position 0.
 
     Args:

@@ -32,6 +32,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right. None in a
         pair is no bound. With a cache, t is the position in the cache.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
+      use_sinks: whether there is a parameter `sinks` [N], the attention sinks of `pallas_fa.dot_product_attention`.
+      sinks_init: its initializer.
       implementation: as in `pallas_fa.dot_product_attention`.
     """
 
@@ -40,6 +42,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     is_causal: bool = False
     local_window_size: int | tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
+    use_sinks: bool = False
+    sinks_init: Callable[..., Any] = nn.initializers.zeros
     implementation: str | tuple[str, ...] | None = None
 
     @nn.compact
@@ -85,8 +89,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 dropout_rng = self.make_rng("dropout")
         else:
             deterministic = True
+        sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.use_sinks else None
         x = self._attend(
-            query, key, value, sow_weights, mask=mask, dropout_rng=dropout_rng, deterministic=deterministic
+            query, key, value, sow_weights, mask=mask, dropout_rng=dropout_rng, deterministic=deterministic, sinks=sinks
         )
         return nn.DenseGeneral(
             features=self.out_features or inputs_q.shape[-1],
@@ -159,12 +164,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         return cached_key.value, cached_value.value, index
 
     @nn.nowrap
-    def _attend(self, query, key, value, sow_weights, **kwargs):
+    def _attend(self, query, key, value, sow_weights, sinks, **kwargs):
         """Calls `attention_fn` with all keywords, where Flax silently drops those that its signature does not name."""
         for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum"):
             make = getattr(self, f"{name}_cls")
             kwargs[name] = make() if make else None
-        options = {"logits_soft_cap": self.logits_soft_cap, "implementation": self.implementation}
+        options = {"logits_soft_cap": self.logits_soft_cap, "sinks": sinks, "implementation": self.implementation}
         return self.attention_fn(
             query,
             key,

@@ -43,7 +43,7 @@ def module_mask(
         refuse_single_query(dims.T, dims.S, is_causal, local_window_size)
     rules = [
         masks.Causal() if is_causal else None,
-        window_mask(local_window_size),
+        window_mask(dims, local_window_size),
         segment_mask(dims, query_segment_ids, key_value_segment_ids),
         mask if isinstance(mask, masks.Mask) else None,
     ]

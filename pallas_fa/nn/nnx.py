@@ -22,6 +22,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right. None in a
         pair is no bound. With a cache, t is the position in the cache.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
+      use_sinks: whether there is a parameter `sinks` [N], the attention sinks of `pallas_fa.dot_product_attention`.
+      sinks_init: its initializer.
       implementation: as in `pallas_fa.dot_product_attention`.
       attention_fn: `pallas_fa.nn.attention_fn`, or a function that calls it, for example after a rotary embedding.
     """
@@ -32,20 +34,27 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
+        use_sinks: bool = False,
+        sinks_init: Callable[..., Any] = nnx.initializers.zeros,
         implementation: str | tuple[str, ...] | None = None,
         attention_fn: Callable[..., Any] = pallas_attention_fn,
+        rngs: nnx.Rngs,
         **kwargs: Any,
     ) -> None:
         self.is_causal = is_causal
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.implementation = implementation
-        super().__init__(*args, attention_fn=attention_fn, **kwargs)
+        super().__init__(*args, attention_fn=attention_fn, rngs=rngs, **kwargs)
+        # Drawn last, so that the other parameters are those of Flax's module.
+        sinks = nnx.Param(sinks_init(rngs.params(), (self.num_heads,), self.param_dtype)) if use_sinks else None
+        self.sinks = sinks
 
     @property
     def attention_fn(self) -> Callable[..., Any]:
-        """The `attention_fn` passed to the constructor, with this module's soft cap and implementation bound."""
-        options = {"logits_soft_cap": self.logits_soft_cap, "implementation": self.implementation}
+        """The `attention_fn` passed to the constructor, with this module's soft cap, sinks and implementation bound."""
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = {"logits_soft_cap": self.logits_soft_cap, "sinks": sinks, "implementation": self.implementation}
         return functools.partial(self._attention_fn, **{k: v for k, v in options.items() if v is not None})
 
     @attention_fn.setter

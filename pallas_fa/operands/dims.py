@@ -23,6 +23,16 @@ class Dims:
         """The product of the batch dims."""
         return math.prod(self.batch)
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is symbolic, from `jax.export.symbolic_shape`."""
+        return self.has_symbolic_length or not isinstance(self.B, int)
+
+    @property
+    def has_symbolic_length(self) -> bool:
+        """Whether T or S is symbolic."""
+        return not (isinstance(self.T, int) and isinstance(self.S, int))
+
     def broadcastable(self, name: str, x: Any) -> Any:
         """Reshapes `x`, which broadcasts to [*batch, N, T, S] by NumPy's rules, to [B|1, N|1, T|1, S|1]."""
         full = (*self.batch, self.N, self.T, self.S)
@@ -35,6 +45,19 @@ class Dims:
                 f" from the right, must be 1 or that size. {_alignment_advice(name, x.shape, full)}"
             )
         return self._flatten_batch(x.reshape(shape))
+
+    def diagonal(self, name: str, x: Any) -> Any:
+        """Reshapes `x`, broadcastable to [*batch, N, T + S - 1], to [B|1, N|1, T + S - 1] (see `operands.diagonals`)."""
+        full = (*self.batch, self.N, max(self.T + self.S - 1, 0))
+        shape = (1,) * (len(full) - x.ndim) + tuple(x.shape)
+        lead_fits = all(have in (1, want) for have, want in zip(shape[:-1], full[:-1], strict=False))
+        if not 1 <= x.ndim <= len(full) or shape[-1] != full[-1] or not lead_fits:
+            raise ValueError(
+                f"{name}.shape={tuple(x.shape)} is not broadcastable to [*B, N, T + S - 1]={full}: one value for each offset"
+                f" s - t from -(T - 1)={1 - self.T} to S - 1={self.S - 1}, in this order. Compute it for these offsets, or"
+                " pass the function that does."
+            )
+        return self._flatten_batch(x.reshape(shape), inner=2)
 
     def spanning(self, name: str, x: Any, letters: str) -> Any:
         """Reshapes `x` to [B|1, N|1, T|1, S|1].
@@ -63,11 +86,11 @@ class Dims:
         shape = (1,) * (nb - len(batch)) + tuple(batch) + tuple(inner_shape.get(letter, 1) for letter in "NTS")
         return self._flatten_batch(x.reshape(shape))
 
-    def _flatten_batch(self, x: Any) -> Any:
-        batch, rest = x.shape[:-3], x.shape[-3:]
+    def _flatten_batch(self, x: Any, inner: int = 3) -> Any:
+        batch, rest = x.shape[:-inner], x.shape[-inner:]
         if math.prod(batch) not in (1, self.B):  # broadcast along some batch dims only: a flat dim can't express that
             x = jnp.broadcast_to(x, self.batch + rest)
-        return x.reshape((math.prod(x.shape[:-3]), *rest))
+        return x.reshape((math.prod(x.shape[:-inner]), *rest))
 
 
 def _alignment_advice(name, shape, full):

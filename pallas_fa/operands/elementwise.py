@@ -72,10 +72,10 @@ def checked(fn: Callable[..., Any], arrays: Sequence[Any], of_logit: bool) -> tu
 
 def _arguments(arrays, of_logit, sizes):
     alone = lambda axis: tuple(size if i == axis else 1 for i, size in enumerate(sizes))
-    spanned = lambda x: tuple(size if have > 1 else 1 for have, size in zip(x.shape, sizes, strict=True))
-    # A score gets its float arrays in the dtype of the logit.
-    as_logit = lambda x: of_logit and jnp.issubdtype(x.dtype, jnp.floating)
-    dtype = lambda x: jnp.float32 if as_logit(x) else jax.dtypes.canonicalize_dtype(x.dtype)
+    spanned = lambda x: tuple(size if have != 1 else 1 for have, size in zip(x.shape, sizes, strict=True))
+    # A score gets its float arrays in the dtype of the logit, a mask those of 16 bits as float32.
+    as_float32 = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and (of_logit or x.dtype.itemsize < 4)
+    dtype = lambda x: jnp.float32 if as_float32(x) else jax.dtypes.canonicalize_dtype(x.dtype)
     logit = [jax.ShapeDtypeStruct(sizes, jnp.float32)] if of_logit else []
     index = [jax.ShapeDtypeStruct(alone(axis), jnp.int32) for axis in range(4)]
     return [*logit, *index, *(jax.ShapeDtypeStruct(spanned(x), dtype(x)) for x in arrays)]

@@ -1,13 +1,17 @@
-"""Offsets between query and key positions: a static int, or an int array [*B]."""
+"""Distances between query and key positions, such as offsets and the sides of a window: a static int, or an int array.
 
-from typing import Any
+An array is [*B], or [*B, N, 1, 1] for one value per head.
+"""
+
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.intervals import UNBOUNDED
+from pallas_fa.operands.intervals import UNBOUNDED, array_module
 from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
 
+Align = Literal["top_left", "bottom_right"]
 _LIMIT = UNBOUNDED // 2  # more than any distance between positions; fits int32 with a position and a window added
 
 
@@ -20,16 +24,60 @@ def check(name: str, x: Any) -> Any:
     return int_array(name, x)
 
 
-def bind(offset: Any, dims: Dims) -> Any:
-    """Returns the offset for one call: an int, or int32 [B|1, N|1, 1, 1]."""
-    if not is_array(offset):
+def check_align(kind: str, align: Any) -> None:
+    """Raises ValueError unless `align` is one of `Align`; `kind` is what it aligns."""
+    if align not in ("top_left", "bottom_right"):
+        raise ValueError(f"align={align!r} is not a way to align {kind}. Use 'top_left' or 'bottom_right'.")
+
+
+def bind(name: str, x: Any, dims: Dims) -> Any:
+    """Returns a checked distance for one call: an int (or None), or int32 [B|1, N|1, 1, 1]."""
+    if not is_array(x):
+        return x
+    return jnp.clip(per_sequence(name, x, dims), -_LIMIT, _LIMIT)
+
+
+def bind_aligned(offset: Any, align: Align, dims: Dims, lengths: Any) -> Any:
+    """Returns a checked offset for one call, as `bind` does, from the alignment "top_left".
+
+    "bottom_right" adds S - T, or the difference of the bound sequence lengths `lengths`, where these are given.
+    """
+    offset = bind("offset", offset, dims)
+    if align == "top_left":
         return offset
-    return jnp.clip(dims.spanning("offset", offset, "B"), -_LIMIT, _LIMIT).astype(jnp.int32)
+    q_lengths = dims.T if lengths.q_lengths is None else lengths.q_lengths
+    kv_lengths = dims.S if lengths.kv_lengths is None else lengths.kv_lengths
+    shift = kv_lengths - q_lengths
+    if not is_array(shift) and not isinstance(shift, int):  # symbolic
+        shift = jnp.full((1, 1, 1, 1), shift, jnp.int32)
+    return offset + shift
 
 
-def per_tile(offset: Any) -> Any:
-    """Returns a bound offset as [B|1, N|1, 1], which broadcasts against tiles."""
-    return offset[:, :, 0] if is_array(offset) else offset
+def per_sequence(name: str, x: Any, dims: Dims) -> Any:
+    """Returns an int array [*B] or [*B, N, 1, 1] as int32 [B|1, N|1, 1, 1]; raises ValueError for other shapes."""
+    x = dims.spanning(name, x, "B")
+    if x.shape[2:] != (1, 1):
+        raise ValueError(
+            f"{name}.shape={x.shape} varies over positions. Give one value per batch entry, [*B], or one per batch entry"
+            " and head, [*B, N, 1, 1]."
+        )
+    return as_int32(x)
+
+
+def as_int32(x: Any) -> Any:
+    """Converts an int array to int32, saturating.
+
+    This is not left to jnp.clip, which wraps bounds around that the dtype of `x` can't hold.
+    """
+    info = jnp.iinfo(x.dtype)
+    if info.bits >= 32:
+        x = array_module(x).clip(x, max(info.min, -(2**31)), 2**31 - 1)
+    return jnp.asarray(x, jnp.int32)
+
+
+def per_tile(x: Any) -> Any:
+    """Returns a bound distance as [B|1, N|1, 1], which broadcasts against tiles."""
+    return x[:, :, 0] if is_array(x) else x
 
 
 def int_array(name: str, x: Any) -> Any:

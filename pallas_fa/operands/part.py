@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_fa.operands import diagonals
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -17,10 +19,12 @@ class Part:
     Attributes:
       start: global indices (b, n, t, s), each an int or an int32 scalar array.
       size: (B, N, T, S).
+      diagonal: where the part starts in arrays that span the diagonals (`diagonals.first`); 0 for all queries and keys.
     """
 
     start: tuple[Any, Any, Any, Any]
     size: tuple[int, int, int, int]
+    diagonal: Any = 0
 
     @property
     def origin(self) -> tuple[jax.Array, ...]:
@@ -35,10 +39,10 @@ class Part:
         return int(t - s) if both_known else _as_bound(t - s)
 
     def cut(self, tree: Any) -> Any:
-        """Slices the arrays of a bound mask or score, [B|1, N|1, T|1, S|1] of the whole problem, to this part."""
+        """Slices the arrays of a bound mask or score, which are those of the whole problem, to this part."""
 
         def slice_array(x):
-            for axis, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            for axis, (start, size) in enumerate(self._along_axes(x)):
                 if x.shape[axis] > 1:
                     x = lax.dynamic_slice_in_dim(x, start, size, axis)
             return x
@@ -47,9 +51,16 @@ class Part:
 
     def add(self, whole: Any, update: Any) -> Any:
         """Adds `update` to the slice of the array `whole` that `cut` reads: the transpose of `cut`."""
-        starts = [start if size > 1 else 0 for start, size in zip(self.start, whole.shape, strict=True)]
+        starts = [
+            start if size > 1 else 0 for (start, _), size in zip(self._along_axes(whole), whole.shape, strict=True)
+        ]
         old = lax.dynamic_slice(whole, starts, update.shape)
         return lax.dynamic_update_slice(whole, old + update.astype(whole.dtype), starts)
+
+    def _along_axes(self, x):
+        """(start, size) of this part along each axis of a bound array."""
+        axes = tuple(zip(self.start, self.size, strict=True))
+        return (*axes[:2], (self.diagonal, sum(self.size[2:]) - 1)) if diagonals.spans(x) else axes
 
 
 def _as_bound(x):

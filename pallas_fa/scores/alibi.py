@@ -18,18 +18,22 @@ class Alibi(Score):
     Attributes:
       slopes: float, [N] or [*B, N].
       offset: an int, or an int array [*B], for decoding into a cache.
+      align: "top_left" counts from the starts of the sequences. "bottom_right" gives the last query and the last key
+        distance 0: it adds S - T to the offset, or the difference of the sequence lengths, if these are given.
     """
 
     slopes: Any
     offset: Any = 0
+    align: offsets.Align = "top_left"
 
     def __post_init__(self):
+        offsets.check_align("Alibi", self.align)
         object.__setattr__(self, "slopes", float_array("slopes", self.slopes))
         object.__setattr__(self, "offset", offsets.check("offset", self.offset))
 
-    def bind(self, dims: Dims) -> "Alibi":
-        # "BN" takes slopes [N], too.
-        return Alibi(dims.spanning("slopes", self.slopes, "BN"), offsets.bind(self.offset, dims))
+    def bind(self, dims: Dims, lengths: Any) -> "Alibi":
+        slopes = dims.spanning("slopes", self.slopes, "BN")  # takes [N], too
+        return Alibi(slopes, offsets.bind_aligned(self.offset, self.align, dims, lengths))
 
     def moved(self, part: Part) -> "Alibi":
         return Alibi(self.slopes, self.offset + part.shift)

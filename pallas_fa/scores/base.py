@@ -1,7 +1,8 @@
 """Scores: the interface, and composition by `then`.
 
 A score is a frozen pytree with `apply(x, b, n, t, s) -> x`, elementwise in plain jnp. As in masks, `bind` reshapes its
-arrays to [B|1, N|1, T|1, S|1], and an implementation replaces them by their slices for a tile. Float arrays get gradients,
+arrays to [B|1, N|1, T|1, S|1], and an implementation replaces them by their slices for a tile. An array may instead span
+the diagonals, [B|1, N|1, T + S - 1]: in its place comes a tile too (`operands.diagonals`). Float arrays get gradients,
 summed over their broadcast dims. The derivative comes from `apply`; none is written by hand.
 """
 
@@ -32,8 +33,15 @@ class Score(Node):
         """
         raise NotImplementedError
 
-    def bind(self, dims: Dims) -> "Score":
-        """Returns this score bound to one call: arrays checked and shaped [B|1, N|1, T|1, S|1]."""
+    def bind(self, dims: Dims, lengths: Any) -> "Score":
+        """Returns this score bound to one call, alignment resolved.
+
+        Its arrays are checked and shaped [B|1, N|1, T|1, S|1] or [B|1, N|1, T + S - 1].
+
+        Args:
+          dims: the sizes of the call.
+          lengths: the sequence lengths of the call, with `q_lengths` and `kv_lengths` int32 [B|1, N|1, 1, 1] or None.
+        """
         return self
 
     def moved(self, part: Part) -> "Score":
@@ -64,8 +72,8 @@ class Chain(Score):
 
     parts: tuple[Score, ...]
 
-    def bind(self, dims: Dims) -> "Chain":
-        return Chain(tuple(part.bind(dims) for part in self.parts))
+    def bind(self, dims: Dims, lengths: Any) -> "Chain":
+        return Chain(tuple(part.bind(dims, lengths) for part in self.parts))
 
     def moved(self, part: Part) -> "Chain":
         return Chain(tuple(each.moved(part) for each in self.parts))

@@ -16,7 +16,7 @@ class Bias(Score):
     def __post_init__(self):
         object.__setattr__(self, "array", float_array("array", self.array))
 
-    def bind(self, dims: Dims) -> "Bias":
+    def bind(self, dims: Dims, lengths: Any) -> "Bias":
         return Bias(dims.broadcastable("bias", self.array))
 
     def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:

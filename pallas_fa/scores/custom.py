@@ -32,7 +32,7 @@ class Custom(Score):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", tuple(x if is_array(x) else jnp.asarray(x) for x in arrays))
 
-    def bind(self, dims):
+    def bind(self, dims, lengths):
         from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
 
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]

@@ -1,7 +1,8 @@
 """`DeviceShard`: the batch entries, query heads and queries of sharded attention that one device computes, with all keys.
 
-Each dim of an array has a letter: B, T, S, N, K as everywhere, H and V the head dims of keys and values. "_" is a dim that
-is never sharded, such as a broadcast one. Lower-case letters are dims that `jax.vmap` maps.
+Each dim of an array has a letter: B, T, S, N, K as everywhere, H and V the head dims of keys and values, D the diagonals
+of an array that spans them. "_" is a dim that is never sharded, such as a broadcast one. Lower-case letters are dims that
+`jax.vmap` maps.
 """
 
 import dataclasses
@@ -15,25 +16,35 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from pallas_fa.operands import diagonals
+from pallas_fa.operands.layout import Layout, ordered
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.sharding.mesh_axes import Axes, SubAxes, dividing_axes, shard_count
 
 QUERY, KEY, VALUE, OUT, LSE = "BTNH", "BSKH", "BSKV", "BTNV", "BTN"
-UNSHARDED = "HSV"  # dims that every device needs whole, in their order in the arguments
+UNSHARDED = "HSVD"  # dims that every device needs whole, in their order in the arguments
 
 
 def letters_of(x: Any) -> str:
-    """Returns the letters of an array of a mask or a score, [B|1, N|1, T|1, S|1] and dims of its own."""
-    return "".join(letter if size > 1 else "_" for letter, size in zip("BNTS", x.shape, strict=False)).ljust(
-        x.ndim, "_"
-    )
+    """Returns the letters of an array of a mask or a score.
+
+    It is [B|1, N|1, T|1, S|1] and dims of its own, or [B|1, N|1, T + S - 1].
+    """
+    letters = "BND" if diagonals.spans(x) else "BNTS".ljust(x.ndim, "_")
+    return "".join(letter if size > 1 else "_" for letter, size in zip(letters, x.shape, strict=True))
 
 
-def letters_of_operands(operands: Operands) -> Operands:
+def letters_of_operands(operands: Operands, layout: Layout = "BTNH") -> Operands:
     """Returns `operands` with each array replaced by its letters."""
     letters = jax.tree.map(letters_of, operands._replace(q=None, k=None, v=None))
-    return letters._replace(q=QUERY, k=KEY, v=VALUE)
+    q, k, v = in_layout(layout, QUERY, KEY, VALUE)
+    return letters._replace(q=q, k=k, v=v)
+
+
+def in_layout(layout: Layout, *letters: str) -> tuple[str, ...]:
+    """Returns letters such as `QUERY` in the order of `layout`."""
+    return tuple("".join(ordered(layout, x)) for x in letters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +103,23 @@ class DeviceShard:
 
         part = Part((start["B"], start["N"], start["T"], 0), (size["B"], size["N"], size["T"], dims.S))
         score, mask = (x if x is None else x.moved(part) for x in (operands.score, operands.mask))
+        # Shards of arrays come as such, but for those that span the diagonals, which come whole.
+        first_diagonal = diagonals.first(dims.T, start["T"], size["T"], 0)
+        of_diagonals = dataclasses.replace(part, start=(0, 0, start["T"], 0), diagonal=first_diagonal)
+        score = diagonals.replace(score, of_diagonals.cut)
         k, v, heads = operands.k, operands.v, None
         if axes["K"] != axes["N"]:  # this device holds key heads that its query heads do not read
             run_length = math.gcd(problem.group, size["N"])  # consecutive query heads that read one key head
             heads = (start["N"] + run_length * jnp.arange(size["N"] // run_length)) // problem.group - start["K"]
-            k, v = (jnp.take(x, heads, axis=2, mode="clip") for x in (k, v))  # all are in range
+            axis = ordered(problem.layout, range(4)).index(2)
+            k, v = (jnp.take(x, heads, axis=axis, mode="clip") for x in (k, v))  # all are in range
         local = operands._replace(k=k, v=v, score=score, mask=mask)
         first = first._replace(operands=local) if isinstance(first, Residuals) else local
-        local_results = kernel(problem.with_operands(local), first, *rest)
+        local_results = list(kernel(problem.with_operands(local), first, *rest))
+        for i, letters in enumerate(results):
+            if letters.endswith("D"):  # the gradient of an array that spans the diagonals
+                whole = jnp.zeros((*local_results[i].shape[:2], dims.T + dims.S - 1), local_results[i].dtype)
+                local_results[i] = of_diagonals.add(whole, local_results[i])
         return [
             self._sum(problem, letters, x, heads, size["K"]) for letters, x in zip(results, local_results, strict=True)
         ]
@@ -115,7 +135,9 @@ class DeviceShard:
             return x
         total = x.astype(problem.acc_dtype)
         if "K" in letters and heads is not None:
-            total = jnp.zeros((*x.shape[:2], K, x.shape[3]), total.dtype).at[:, :, heads].add(total)
+            axis = letters.index("K") - len(letters)  # letters of mapped dims come first
+            shape = (*x.shape[:axis], K, *x.shape[axis + 1 :])
+            total = jnp.zeros(shape, total.dtype).at[(..., heads, *(slice(None),) * (-axis - 1))].add(total)
         return lax.psum(total, tuple(sorted(summed_axes))).astype(x.dtype)
 
 

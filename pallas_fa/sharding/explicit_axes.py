@@ -15,7 +15,7 @@ from pallas_fa.operands.pytree import arrays_of
 
 
 def with_automatic_axes[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P, tuple[Any, Any]]:
-    """Wraps `attend(query, ...)`, which returns out [*B, T, N, Hv] and lse [*B, T, N], to see automatic mesh axes only."""
+    """Wraps `attend(query, ...)`, which returns out (as the query) and lse [*B, T, N], to see automatic mesh axes only."""
 
     @functools.wraps(attend)
     def run(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
@@ -24,7 +24,10 @@ def with_automatic_axes[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P
             return attend(*args, **kwargs)
         arrays, rebuild = arrays_of((args, kwargs))
         sharding: Any = jax.typeof(query).sharding
-        out, lse = (NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], *last)) for last in ((None,), ()))
+        *batch, first, second, _ = sharding.spec
+        rows = (first, second) if kwargs.get("layout") != "BNTH" else (second, first)
+        specs = (*batch, first, second, None), (*batch, *rows)
+        out, lse = (NamedSharding(sharding.mesh, PartitionSpec(*spec)) for spec in specs)
 
         def automatic(*arrays: Any) -> Any:
             args, kwargs = rebuild(arrays)

@@ -30,6 +30,7 @@ from pallas_fa.sharding.device_shard import (
     UNSHARDED,
     VALUE,
     DeviceShard,
+    in_layout,
     letters_of,
     letters_of_operands,
 )
@@ -41,7 +42,8 @@ def forward(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Partitions `kernel(problem, operands) -> (out, lse)` over the devices that hold the operands."""
 
     def run(problem, operands):
-        return _run(kernel, problem, (operands,), (letters_of_operands(operands),), (OUT, LSE))
+        letters = (letters_of_operands(operands, problem.layout),)
+        return _run(kernel, problem, (operands,), letters, (*in_layout(problem.layout, OUT), LSE))
 
     return run
 
@@ -51,8 +53,9 @@ def backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(problem, residuals, d_out, d_lse):
         operands = residuals.operands
-        letters = Residuals(letters_of_operands(operands), OUT, LSE), OUT, LSE
-        results = QUERY, KEY, VALUE, *map(letters_of, operands.differentiable[3:])
+        (out,) = in_layout(problem.layout, OUT)
+        letters = Residuals(letters_of_operands(operands, problem.layout), out, LSE), out, LSE
+        results = *in_layout(problem.layout, QUERY, KEY, VALUE), *map(letters_of, operands.differentiable[3:])
         return _run(kernel, problem, (residuals, d_out, d_lse), letters, results)
 
     return run
@@ -93,7 +96,7 @@ def _partitionable(call, *leaves):
         call.partition,
         decode_shardings=False,  # JAX's decoding raises for `SubAxes`
         sharding_rule=call.sharding_rule(constants),
-        need_replication_factors=tuple(UNSHARDED),
+        need_replication_factors=tuple(x for x in UNSHARDED if any(x in letters for letters in call.arguments)),
     )
     return run(constants, *leaves)
 
@@ -170,7 +173,7 @@ class _Call:
         constants, *arguments = arguments
         q, k, v = map(by_letter, self.arguments[:3], arguments[:3])
         shard = DeviceShard.of(mesh, self.problem, by_letter(self.results[0], results[0]), k, dict(self.maps))
-        if OUT in self.results[0]:  # in the forward pass, which comes first
+        if "V" in self.results[0]:  # of the output: in the forward pass, which comes first
             device_shard.check(q, k, v, shard)
 
         def on_this_device(constants, *leaves):

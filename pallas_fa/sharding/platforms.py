@@ -8,6 +8,8 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
+from pallas_fa.sharding import exporting
+
 _wrong_platform = core.Primitive("pallas_fa_wrong_platform")
 _wrong_platform.multiple_results = True
 _wrong_platform.def_abstract_eval(lambda *args, like, message: like)
@@ -48,4 +50,8 @@ def only_on(
         like = tuple(ShapedArray(x.shape, x.dtype) for x in leaves)
         return jax.tree.unflatten(structure, _wrong_platform.bind(*jax.tree.leaves(args), like=like, message=message))
 
-    return lambda *args: jax.lax.platform_dependent(*args, **{platform: fn}, default=elsewhere or refuse)
+    def on_platform(*args: Any) -> Any:
+        (first, *rest), structure = jax.tree.flatten(args)
+        return fn(*jax.tree.unflatten(structure, [exporting.refuse_several_platforms(first), *rest]))
+
+    return lambda *args: jax.lax.platform_dependent(*args, **{platform: on_platform}, default=elsewhere or refuse)

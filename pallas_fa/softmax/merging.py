@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.softmax.sinks import per_row
+
 
 class PartialResult(NamedTuple):
     """Attention to some of the keys.
@@ -19,9 +21,10 @@ class PartialResult(NamedTuple):
     lse: Any
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any) -> "PartialResult":
-        """Returns the result for no keys; `shape` is that of out."""
-        return cls(jnp.zeros(shape, dtype), jnp.full(shape[:3], -jnp.inf, dtype))
+    def empty(cls, shape: tuple[int, ...], dtype: Any, sinks: Any = None) -> "PartialResult":
+        """Returns the result for no keys, but for `sinks` [B|1, N, 1, 1] if given; `shape` is that of out."""
+        lse = -jnp.inf if sinks is None else per_row(sinks)
+        return cls(jnp.zeros(shape, dtype), jnp.full(shape[:3], lse, dtype))
 
 
 def merge(*results: PartialResult) -> PartialResult:

@@ -45,19 +45,32 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
     return jnp.where(ok, x, -jnp.inf), ok
 
 
-def softmax(x: Any) -> tuple[Any, Any]:
-    """Returns (probabilities, log-sum-exp) of complete rows: 0 and -inf for empty ones. Differentiable to any order."""
-    top = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
-    p = jnp.exp(x - jnp.where(top == -jnp.inf, 0, top))
+def softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
+    """Returns (probabilities, log-sum-exp) of complete rows: 0 and -inf for empty ones. Differentiable to any order.
+
+    `sinks`: None, or one more logit of each row, without a probability in the result: broadcastable to [..., t, 1].
+    """
+    top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = lax.stop_gradient(top if sinks is None else jnp.maximum(top, sinks.astype(x.dtype)))
+    finite_top = jnp.where(top == -jnp.inf, 0, top)
+    p = jnp.exp(x - finite_top)
     total = jnp.sum(p, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(x.dtype) - finite_top)
     empty = total == 0
     total = jnp.where(empty, 1, total)
     return p / total, jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
 
 
-def softmax_start(shape: tuple[int, ...], dtype: Any) -> Softmax:
-    """Returns the row statistics before the first step; `shape` is [..., t]."""
-    return Softmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
+def softmax_start(shape: tuple[int, ...], dtype: Any, sinks: Any = None) -> Softmax:
+    """Returns the row statistics before the first step: those of nothing, or of `sinks` alone.
+
+    `shape` is [..., t]; `sinks` are None, or logits broadcastable to [..., t, 1].
+    """
+    if sinks is None:
+        return Softmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
+    top = jnp.broadcast_to(sinks[..., 0].astype(dtype), shape)
+    return Softmax(top, jnp.where(top == -jnp.inf, 0, jnp.ones_like(top)))
 
 
 def softmax_step(state: Softmax, x: Any) -> tuple[Softmax, Any, Any]:

@@ -4,7 +4,7 @@ Seen from a tile of logits [queries, keys], an array [B|1, N|1, T|1, S|1] is a s
 (one value per query) or a tile; one of [B|1, N|1, 1, 1, q tiles, kv tiles] is a word for each tile. A kernel that holds
 logits as [keys, queries] transposes its arrays first. Scalars and words are read from device memory where they are used.
 The others are copied to shared memory by TMA, which asks for rows of a multiple of 16 bytes (32 here, for tiles). No
-broadcast dim is ever materialised.
+broadcast dim is ever materialised. An array that spans the diagonals is a tile that lies elsewhere in memory (`skewed`).
 """
 
 import dataclasses
@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.gpu.skewed import ROWS, Skewed
+from pallas_fa.operands import diagonals
+from pallas_fa.operands.dims import Dims
 
 _EXACT_IN_FLOAT32 = ("bfloat16", "float16", "float32")
 _EXACT_IN_INT32 = ("bool", "int8", "int16", "int32", "uint8", "uint16")
@@ -30,6 +34,7 @@ class KernelArray:
     """One array of a mask or a score as a kernel sees it.
 
     `dtype` is that of the call, `stored_dtype` the one in memory. `row_bytes`: of a row in memory, padding included.
+    `skewed`: how a tile that spans the diagonals lies in memory; None for other arrays.
     """
 
     kind: Literal["scalar", "row", "column", "tile", "word"]
@@ -38,10 +43,14 @@ class KernelArray:
     batched: bool
     per_head: bool
     row_bytes: int
+    skewed: Skewed | None = None
 
     @classmethod
-    def of(cls, x: Any) -> "KernelArray":
-        """Describes a bound array, [B|1, N|1, T|1, S|1]."""
+    def of(cls, x: Any, rows: int) -> "KernelArray":
+        """Describes a bound array, [B|1, N|1, T|1, S|1] or [B|1, N|1, T + S - 1], of tiles of so many rows T in all."""
+        if diagonals.spans(x):
+            dtype, skewed = np.dtype(x.dtype), Skewed(rows, x.shape[2] + 1 - rows)
+            return cls("tile", dtype, dtype, x.shape[0] > 1, x.shape[1] > 1, skewed.width * dtype.itemsize, skewed)
         spans_t, spans_s = x.shape[2] > 1, x.shape[3] > 1
         kind = ("tile" if spans_s else "column") if spans_t else ("row" if spans_s else "scalar")
         kind = "word" if x.ndim > 4 else kind
@@ -67,6 +76,8 @@ class KernelArray:
 
         Of words: [B|1, N|1, q tiles, kv tiles].
         """
+        if self.skewed:
+            return self.skewed.in_memory(x)
         x = x.astype(self.stored_dtype)
         if self.kind in ("scalar", "word"):
             return x[:, :, 0, 0]
@@ -79,6 +90,12 @@ class KernelArray:
     def index(self, b: Any, n: Any) -> tuple[Any, Any]:
         """Returns where batch entry b and query head n lie in its first two dims."""
         return (b if self.batched else 0), (n if self.per_head else 0)
+
+    def place(self, rows: Any, columns: Any) -> tuple[Any, Any]:
+        """Returns where a tile lies in its last two dims; `rows` (64 for `skewed`) and `columns` are `pl.ds` slices."""
+        if self.skewed is None:
+            return rows, columns
+        return pl.ds(0, ROWS), pl.ds(self.skewed.start(rows.start, columns.start), columns.size)
 
     def scratch(self, *lead: int, rows: int, columns: int) -> Any:
         """Returns shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
@@ -117,10 +134,11 @@ class KernelArrays:
     transposed: bool
 
     @classmethod
-    def of(cls, score: Any, mask: Any, transposed: bool = False) -> "KernelArrays":
-        """Describes the arrays of a bound score and mask."""
+    def of(cls, score: Any, mask: Any, dims: Dims, transposed: bool = False) -> "KernelArrays":
+        """Describes the arrays of a score and mask that are bound to `dims`."""
         leaves, tree = jax.tree.flatten((score, mask))
-        arrays = tuple(KernelArray.of(_transpose(x) if transposed else x) for x in leaves)
+        rows = dims.S if transposed else dims.T
+        arrays = tuple(KernelArray.of(_transpose(x) if transposed else x, rows) for x in leaves)
         return cls(arrays, tree, len(jax.tree.leaves(score)), transposed)
 
     def __len__(self) -> int:
@@ -161,6 +179,8 @@ class KernelArrays:
 
 
 def _transpose(x: Any) -> Any:
+    if diagonals.spans(x):
+        return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.flip(x, 2)
     axis = x.ndim - 2  # words have their tiles in the last two dims
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis + 1], x.shape[axis]), x.dtype)

@@ -1,105 +1,197 @@
-"""User functions inside a kernel: which of them lower, and in what form.
+"""User functions inside a kernel: brought to operations that lower, or the reason why they can't be.
 
-A mask or score function is traced once and evaluated equation by equation, with inner functions (jit, custom_jvp)
-inlined, and what differentiation makes (`add_any`, a sum; `one_minus_square`) written out: neither lowers as it is.
+A mask or score function is traced, and its jaxpr evaluated equation by equation: inner functions (jit, custom_jvp) are
+inlined, operations that do not lower are rewritten, and scalars are broadcast to tiles where an operation takes tiles only
+(`operations.py` says which do what).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 
+from pallas_fa.backends.gpu import operations
+from pallas_fa.operands.position_axes import inner_jaxpr
+
 LOG2E = math.log2(math.e)  # exp(x) is exp2(LOG2E * x), which the hardware has
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
+_WIDE = {name: jnp.float32 if "float" in name else jnp.int32 for name in operations.NARROW}
+_REDUCTIONS = {
+    "reduce_and": lax.bitwise_and,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_or": lax.bitwise_or,
+    "reduce_sum": lax.add,
 }
-# Tried one by one for both of Mosaic GPU's lowerings: tests/test_kernel_lowering.py.
-_LOWERS = frozenset(
-    "add sub mul div rem neg abs sign max min exp exp2 log tanh logistic sin cos sqrt rsqrt square integer_pow round "
-    "eq ne lt le gt ge and or xor not select_n clamp convert_element_type broadcast_in_dim shift_left "
-    "shift_right_logical shift_right_arithmetic add_any one_minus_square".split()
-)
 
 
 def inline(fn: Callable[..., Any], *args: Any) -> Any:
-    """fn(*args), by primitives that lower in a kernel."""
-    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    """fn(*args), by operations that lower in a kernel; the arrays of `args` are tiles of one shape, and scalars."""
+    program, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    results = _Evaluator(args).run(program, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out_shape), [x for x, _ in results])
 
 
 def inline_times(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     """(x, factor) whose product is fn(*args), one array: a last multiplication by a number is left to the caller."""
-    closed = jax.make_jaxpr(fn)(*args)
-    ((x, product),) = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    ((x, product),) = _Evaluator(args).run(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args))
     return product or (x, 1.0)
 
 
 def why_not(fn: Callable[..., Any], *args: Any) -> str | None:
-    """None if `fn` of these arguments (or their shapes) lowers in a kernel, else the reason."""
-    closed = jax.make_jaxpr(fn)(*args)
-    if any(getattr(const, "ndim", 0) for const in closed.consts):
-        return "it closes over an array; pass the array to Custom(fn, array) instead"
-    unknown = sorted(set(_primitives(closed.jaxpr)) - _LOWERS)
-    return f"the operations {', '.join(unknown)} do not lower in a kernel" if unknown else None
+    """None if `fn` of these arguments (tiles and scalars, or their shapes) lowers in a kernel, else the reason."""
+    wide = [x.dtype.name for x in jax.tree.leaves(args) if x.dtype.itemsize == 8]
+    if wide:
+        return f"it takes an array of dtype {wide[0]}; kernels compute in 32 bits"
+    # As kernels are traced: they compute in 32 bits whatever the types are elsewhere.
+    with jax.enable_x64(False):
+        try:
+            jax.eval_shape(functools.partial(inline, fn), *args)
+        except _DoesNotLowerError as e:
+            return str(e)
+        except (TypeError, ValueError) as e:
+            return f"it does not take tiles [queries, keys] for [b, n, t, s]: {(str(e).splitlines() or [''])[0]}"
+    return None
 
 
-def _inner(eqn):
-    name = _INLINED.get(eqn.primitive.name)
-    return None if name is None else eqn.params[name]
+class _DoesNotLowerError(Exception):
+    """What a kernel can't do."""
 
 
-def _is_identity(eqn):
-    # Differentiation inside shard_map reshapes to the shape that is there.
-    reshaped = eqn.primitive.name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return reshaped or eqn.primitive.name in ("stop_gradient", "copy")
+class _Stack(tuple):
+    """Arrays stacked along a new first axis, which kernels have no room for."""
 
 
-def _primitives(jaxpr):
+class _Evaluator:
+    """Evaluates jaxprs by operations that lower."""
+
+    def __init__(self, args: Any):
+        self.tile = max((jnp.shape(x) for x in jax.tree.leaves(args)), key=len)
+
+    def run(self, program: Any, args: list[Any], within: str | None = None) -> list[Any]:
+        """Each result with the (value, number) whose product it is, where it is one, else None.
+
+        `within`: the operation whose rewritten form this is; it is not rewritten again.
+        """
+        unknown = sorted({x for x in _operations(program.jaxpr) if not _is_known(x)})
+        if unknown:
+            raise _DoesNotLowerError(f"the operations {', '.join(unknown)} do not lower in a kernel")
+        if any(jnp.ndim(x) for x in program.consts):
+            raise _DoesNotLowerError("it closes over an array; pass the array to Custom(fn, array) instead")
+        consts = [x if isinstance(x, Tracer) else np.asarray(x)[()] for x in program.consts]
+        values = dict(zip((*program.jaxpr.constvars, *program.jaxpr.invars), (*consts, *args), strict=True))
+        products: dict[Any, Any] = {}
+        read = lambda x: _number(x) if isinstance(x, core.Literal) else values[x]
+        for eqn in program.jaxpr.eqns:
+            inputs, inner = [read(x) for x in eqn.invars], inner_jaxpr(eqn)
+            if inner is not None:
+                results = self.run(inner, inputs, within)
+                outputs = [x for x, _ in results]
+                products.update((var, p) for var, (_, p) in zip(eqn.outvars, results, strict=True) if p)
+            elif (product := _product(eqn, inputs, products)) is not None:
+                # Factors meet, where the compiler would keep two multiplications because they round twice.
+                outputs = [product[0] * product[1]]
+                products[eqn.outvars[0]] = product
+            else:
+                outputs = self._apply(eqn, inputs, within)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [(read(x), None if isinstance(x, core.Literal) else products.get(x)) for x in program.jaxpr.outvars]
+
+    def _apply(self, eqn, inputs, within):
+        name = eqn.primitive.name
+        if name in operations.OF_NUMBERS and all(isinstance(x, np.generic) for x in inputs):
+            return [operations.OF_NUMBERS[name](*inputs)]  # as jnp asks of a divisor, say, whether it is 0
+        if name in operations.IDENTITIES:
+            return inputs
+        if name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
+            return inputs  # differentiation inside shard_map reshapes to the shape that is there
+        if name == "broadcast_in_dim":
+            return [self._broadcast(inputs[0], eqn.params["shape"])]
+        if name == "cond":
+            which, *operands = inputs
+            branches = [[x for x, _ in self.run(branch, operands)] for branch in eqn.params["branches"]]
+            return [self._call(operations.REWRITES["select_n"], which, *cases) for cases in zip(*branches, strict=True)]
+        if name == "stack" and eqn.params["axis"] == 0:
+            return [_Stack(inputs)]
+        if any(isinstance(x, _Stack) for x in inputs):
+            return [self._reduce(eqn, *inputs)]
+        return [self._operation(eqn, inputs, within)]
+
+    def _operation(self, eqn, inputs, within):
+        name, params = eqn.primitive.name, eqn.params
+        narrow = {x.dtype.name for x in inputs} & set(operations.NARROW)
+        if narrow and name != "convert_element_type" and narrow.isdisjoint(operations.NOT_WIDENED.get(name, ())):
+            wide = [x.astype(_WIDE.get(x.dtype.name, x.dtype)) for x in inputs]
+            result = self._call(functools.partial(eqn.primitive.bind, **params), *wide)
+            dtype = eqn.outvars[0].aval.dtype
+            return result if dtype == jnp.bool_ else self._call(lambda x: x.astype(dtype), result)
+        if name == "pow" and isinstance(inputs[0], np.generic) and inputs[0] == 2:
+            return self._call(lambda y: lax.exp2(y.astype(jnp.float32)), inputs[1])  # at a fraction of the operations
+        if name in operations.REWRITES and name != within and not operations.is_safe(name, inputs):
+            chosen = {key: params[key] for key in operations.PARAMETERS.get(name, ())}
+            rewrite = operations.REWRITES[name]
+            return self._call(functools.partial(rewrite, **chosen) if chosen else rewrite, *inputs, within=name)
+        if not any(jnp.ndim(x) for x in inputs) and not operations.lowers(name, params, inputs, on_scalars=True):
+            inputs = [self._broadcast(x, self.tile) for x in inputs]
+        if not operations.lowers(name, params, inputs, on_scalars=not any(jnp.ndim(x) for x in inputs)):
+            dtypes = ", ".join(dict.fromkeys(x.dtype.name for x in inputs))
+            raise _DoesNotLowerError(f"the operation {name} of {dtypes} does not lower in a kernel")
+        return eqn.primitive.bind(*inputs, **params)
+
+    def _call(self, fn, *inputs, within=None):
+        """One result of `fn`."""
+        ((result, _),) = self.run(jax.make_jaxpr(fn)(*inputs), list(inputs), within)
+        return result
+
+    def _broadcast(self, x, shape):
+        if jnp.shape(x) == tuple(shape):
+            return x
+        if x.dtype.name in _WIDE:
+            return self._broadcast(x.astype(_WIDE[x.dtype.name]), shape).astype(x.dtype)
+        if jnp.ndim(x) or tuple(shape) != self.tile or x.dtype.name not in operations.BROADCAST:
+            raise _DoesNotLowerError(
+                f"{x.dtype} of shape {jnp.shape(x)} is not broadcast to {tuple(shape)} in a kernel"
+            )
+        return lax.broadcast_in_dim(x, shape, ())
+
+    def _reduce(self, eqn, stack):
+        name = eqn.primitive.name
+        if eqn.params.get("axes") != (0,) or name not in ("argmax", "argmin", *_REDUCTIONS):
+            raise _DoesNotLowerError(f"the operation {name} of stacked arrays does not lower in a kernel")
+        if name in _REDUCTIONS:
+            return functools.reduce(functools.partial(self._call, _REDUCTIONS[name]), stack)
+        better = lax.gt if name == "argmax" else lax.lt
+        best, index = stack[0], jnp.int32(0)
+        for i, x in enumerate(stack[1:], start=1):
+            is_better = self._call(better, x, best)
+            best = self._call(jnp.where, is_better, x, best)
+            index = self._call(jnp.where, is_better, np.int32(i), index)
+        return index
+
+
+def _number(literal: Any):
+    return np.asarray(literal.val, literal.aval.dtype)[()]
+
+
+def _operations(jaxpr):
     for eqn in jaxpr.eqns:
-        inner = _inner(eqn)
+        inner = inner_jaxpr(eqn)
         if inner is None:
-            if not _is_identity(eqn):
-                yield eqn.primitive.name
+            yield eqn.primitive.name
         else:
-            yield from _primitives(getattr(inner, "jaxpr", inner))
+            yield from _operations(inner.jaxpr)
 
 
-def _evaluate(jaxpr, consts, args):
-    """Each result with the (value, number) whose product it is, where it is one, else None."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    products = {}
-    read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
-    for eqn in jaxpr.eqns:
-        inputs, inner = [read(x) for x in eqn.invars], _inner(eqn)
-        if inner is not None:
-            inner_results = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
-            outputs = [x for x, _ in inner_results]
-            products.update((var, p) for var, (_, p) in zip(eqn.outvars, inner_results, strict=True) if p)
-        elif eqn.primitive.name == "add_any":
-            outputs = [lax.add(*inputs)]
-        elif eqn.primitive.name == "one_minus_square":  # of the derivative of tanh
-            outputs = [1 - inputs[0] * inputs[0]]
-        elif _is_identity(eqn):
-            outputs = inputs
-        elif (product := _product(eqn, inputs, products)) is not None:
-            # Factors meet, where the compiler would keep two multiplications because they round twice.
-            outputs = [product[0] * product[1]]
-            products[eqn.outvars[0]] = product
-        else:
-            outputs = eqn.primitive.bind(*inputs, **eqn.params)
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [(read(x), None if isinstance(x, core.Literal) else products.get(x)) for x in jaxpr.outvars]
+def _is_known(name):
+    structural = ("broadcast_in_dim", "cond", "reshape", "stack", "convert_element_type", "argmax", "argmin")
+    tables = (operations.ON_TILES, operations.REWRITES, operations.IDENTITIES, _REDUCTIONS, structural)
+    return any(name in table for table in tables)
 
 
 def _product(eqn, inputs, products):
@@ -112,4 +204,6 @@ def _product(eqn, inputs, products):
     var, value = eqn.invars[numbers.index(False)], inputs[numbers.index(False)]
     number = float(inputs[numbers.index(True)])
     value, factor = products.get(var, (value, 1.0))
+    if not 2.0**-60 < abs(number) < 2.0**60 or not 2.0**-60 < abs(factor) < 2.0**60:
+        return None  # the product of the numbers might not be a float
     return value, factor * number if eqn.primitive.name == "mul" else factor / number

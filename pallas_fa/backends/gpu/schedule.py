@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_fa.operands import intervals
 from pallas_fa.operands.intervals import Range
@@ -45,6 +46,19 @@ def visits(visited: Range, full: Range, size: int, block: int, at_least: int = 1
     if at_least or not is_equal(full_last, last):
         full_last = intervals.maximum(full_last, full_first)
     return Visits(first, full_first, full_last, last)
+
+
+def part_of(found: Visits, part: Any, parts: int, blocks: int) -> Visits:
+    """Returns those visits that fall to part `part` of `parts`, in a kernel: equally many to each.
+
+    Where there are fewer visits than parts, some parts visit a block past the end, number `blocks`, in which nothing lies.
+    """
+    count = jnp.asarray(found.last - found.first, jnp.int32)
+    first, last = (found.first + lax.div(count * i, jnp.int32(parts)) for i in (part, part + 1))
+    full_first, full_last = (jnp.clip(x, first, last) for x in (found.full_first, found.full_last))
+    nothing = first == last
+    ends = (first, blocks), (full_first, blocks), (full_last, blocks), (last, blocks + 1)
+    return Visits(*(jnp.where(nothing, there, x) for x, there in ends))
 
 
 def is_equal(a: Any, b: Any) -> bool:

@@ -38,4 +38,4 @@ class ScoreGradients:
     def has_unordered_sums(self, arrays: KernelArrays, dims: Dims) -> bool:
         """Returns whether several CTAs add to one element, in no fixed order."""
         broadcast = lambda array: (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
-        return any(broadcast(arrays[i]) for i in self.added)
+        return any(broadcast(arrays[i]) or arrays[i].skewed for i in self.added)

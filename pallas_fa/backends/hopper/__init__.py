@@ -14,9 +14,11 @@ def backend(gpu: Gpu) -> Backend:
     """Returns the record of the kernels for `gpu`."""
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
+        from pallas_fa.backends.hopper.decode.choose import applies
+        from pallas_fa.backends.hopper.decode.decode import decode
         from pallas_fa.backends.hopper.forward.forward import forward
 
-        return forward(problem, operands, gpu)
+        return (decode if applies(problem) else forward)(problem, operands, gpu)
 
     def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         from pallas_fa.backends.hopper.backward.backward import backward

@@ -50,6 +50,8 @@ class ForwardConfig:
       ping_pong: the warpgroups issue their matmuls alternately, so that one's softmax overlaps the other's matmuls
         (evidence: forward/ping-pong).
       q_in_registers: queries are an operand in registers, not in shared memory.
+      kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
+        with few queries, which would not fill the GPU.
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.
@@ -63,6 +65,7 @@ class ForwardConfig:
     q_block_pairs: int = 0
     ping_pong: bool = False
     q_in_registers: bool = False
+    kv_splits: int = 1
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -77,6 +80,8 @@ class ForwardConfig:
             raise ValueError(f"q_block_pairs={self.q_block_pairs} must be at least 0, for single query blocks.")
         if self.l2_head_group < 1:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
+        if self.kv_splits < 1:
+            raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
 
     @property
     def block_q(self) -> int:

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper import head_dims
 from pallas_fa.backends.record import NO_DROPOUT, Support
 from pallas_fa.masks.block_bits import BlockBits
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
@@ -20,27 +22,43 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
     if problem.dropout_rate:
         return Support.neither(NO_DROPOUT)
-    reason = _why_no_forward(problem, gpu)
+    kernels = head_dims.padded(problem)
+    reason = _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    return Support(None, why_no_backward(problem, gpu))
+    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu))
+
+
+def _remark(problem, kernels, gpu):
+    from pallas_fa.backends.hopper.decode import choose as decode
+
+    remarks = [head_dims.remark(problem), decode.remark(kernels, gpu) if decode.applies(kernels) else None]
+    return "; ".join(filter(None, remarks)) or None
+
+
+def _why_no_head_dim(problem):
+    for name, size in (("H", problem.H), ("Hv", problem.Hv)):
+        if size > _MAX_HEAD_DIM:
+            return f"head dim {name}={size}; it takes at most {_MAX_HEAD_DIM}"
+    return None
 
 
 def _why_no_forward(problem, gpu):
+    if problem.dims.is_symbolic:
+        return "a symbolic size; its kernels are made for sizes that are known"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
-    for name, size in (("H", problem.H), ("Hv", problem.Hv)):
-        if size % 8 or size > _MAX_HEAD_DIM:
-            return f"head dim {name}={size}; it takes multiples of 8 up to {_MAX_HEAD_DIM}"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):
         return "a dim of size 0"
     if isinstance(problem.precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
-    return _config_reason(problem) or _functions_reason(problem) or _arrays_reason(problem, gpu)
+    return (
+        _config_reason(problem) or _functions_reason(problem) or _rows_reason(problem) or _arrays_reason(problem, gpu)
+    )
 
 
 def _config_reason(problem):
@@ -49,6 +67,9 @@ def _config_reason(problem):
     from pallas_fa.backends.hopper.config import Config
 
     if isinstance(problem.config, Config):
+        split = problem.config.forward is not None and problem.config.forward.kv_splits > 1
+        if split and problem.mask is not None and problem.mask.has_blocks:
+            return f"config={problem.config!r} with a block mask, whose visits are not split"
         return None
     return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
 
@@ -62,8 +83,9 @@ def _functions_reason(problem):
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
     def slices(tree):
-        shape = lambda a: (64, 64) if a.shape[2] > 1 or a.shape[3] > 1 else ()
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype), tree)
+        shape = lambda a: (64, 64) if diagonals.spans(a) or a.shape[2] > 1 or a.shape[3] > 1 else ()
+        dtype = lambda a: jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), dtype(a)), tree)
 
     tested = problem.mask
     if tested is not None and tested.has_blocks:
@@ -92,20 +114,29 @@ def _is_bits(x):
     return isinstance(x, BlockBits)
 
 
+def _rows_reason(problem):
+    """Of few queries, whose functions are evaluated by rows."""
+    from pallas_fa.backends.hopper.decode import choose as decode
+
+    rows = decode.as_kernel_sees(problem) if decode.applies(problem) else problem
+    return None if rows is problem else _functions_reason(rows)
+
+
 def _arrays_reason(problem, gpu):
     """Of arrays, and of named tiles: without either, everything is in the tables."""
     leaves: Any = jax.tree.leaves((problem.score, problem.mask))
     if not leaves and problem.config is None:
         return None
-    from pallas_fa.backends.gpu.arrays import KernelArray
+    from pallas_fa.backends.gpu.arrays import KernelArrays
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
-    from pallas_fa.backends.hopper.forward.choose import choose
+    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.hopper.forward import choose as forward
     from pallas_fa.backends.hopper.forward.scratch import on_gpu
 
-    reasons = (KernelArray.of(x).why_not() for x in leaves)
+    reasons = (array.why_not() for array in KernelArrays.of(problem.score, problem.mask, problem.dims))
     if reason := next((reason for reason in reasons if reason), None):
         return reason
-    needed = on_gpu(choose(problem, gpu))
+    needed = on_gpu((decode if decode.applies(problem) else forward).choose(problem, gpu))
     if fits(needed, gpu):
         return None
     return (

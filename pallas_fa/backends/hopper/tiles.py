@@ -1,7 +1,7 @@
 """Tiles of q, k, v and out in shared memory, in the swizzled layout that the tensor cores read.
 
 TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64.
-Otherwise it copies chunks of 64 columns. In a chunk, the order that TMA writes is the order that the tensor cores read,
+Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor cores read,
 so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
 """
@@ -17,15 +17,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.operands.layout import Layout, ordered
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How tiles of one operand [B, length, heads, dim] lie in shared memory."""
+    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory."""
 
     length: int
     dim: int
     dtype: np.dtype
+    layout: Layout
     interpret: bool
     in_chunks: bool = False
 
@@ -45,7 +47,7 @@ class Tiles:
     @property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return self.padded_dim if self._whole else 64
+        return self.padded_dim if self._whole else 128 // self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
@@ -71,12 +73,15 @@ class Tiles:
     def load(self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any) -> None:
         """Starts copying rows of one head into a tile; arrives on `barrier` `chunks` times."""
         for i in range(self.chunks):
-            plgpu.copy_gmem_to_smem(gmem.at[b, rows, head, self._columns(i)], copied.at[i], barrier)
+            plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i), copied.at[i], barrier)
 
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
         for i in range(self.chunks):
-            plgpu.copy_smem_to_gmem(copied.at[i], gmem.at[b, rows, head, self._columns(i)])
+            plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i))
+
+    def _part(self, gmem, b, rows, head, i):
+        return gmem.at[ordered(self.layout, (b, rows, head, self._columns(i)))]
 
     def _columns(self, i):
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
@@ -84,7 +89,7 @@ class Tiles:
 
 
 def in_same_chunks(a: Tiles, b: Tiles) -> tuple[Tiles, Tiles]:
-    """Returns both operands in chunks of the same size: in chunks of 64 if one of them has to be."""
+    """Returns both operands in chunks of the same size: in chunks of 128 bytes if one of them has to be."""
     if a.chunk == b.chunk:
         return a, b
     return dataclasses.replace(a, in_chunks=True), dataclasses.replace(b, in_chunks=True)

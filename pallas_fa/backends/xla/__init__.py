@@ -5,26 +5,43 @@ Its code is imported when it first runs.
 
 from typing import Any
 
-from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support
+import jax
+
+from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
     if problem.dropout_rate:
         return Support.neither(NO_DROPOUT)
+    if problem.forward_mode and problem.dims.has_symbolic_length:
+        return Support.neither(
+            "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
+        )
+    arrays = jax.tree.leaves((problem.score, problem.mask))
+    if problem.dims.has_symbolic_length and any(len(x.shape) > 4 for x in arrays):
+        return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     from pallas_fa.backends.xla import attention
 
+    if problem.dims.has_symbolic_length:
+        from pallas_fa.backends.xla import symbolic
+
+        return symbolic.forward(attention.forward, problem, operands)
     return attention.forward(problem, operands)
 
 
 def _backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
     from pallas_fa.backends.xla import attention
 
+    if problem.dims.has_symbolic_length:
+        from pallas_fa.backends.xla import symbolic
+
+        return symbolic.backward(attention.backward, problem, residuals, d_out, d_lse)
     return attention.backward(problem, residuals, d_out, d_lse)
 
 
-BACKEND = Backend("xla", _supports, _forward, _backward)
+BACKEND = Backend("xla", _supports, forward_in_btnh(_forward), backward_in_btnh(_backward))

@@ -17,14 +17,16 @@ from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, p
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
-from pallas_fa.softmax import tile
+from pallas_fa.softmax import sinks, tile
+from pallas_fa.softmax.merging import PartialResult
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv] in the inputs' dtype, lse [B, T, N])."""
     score, mask = operands.score, operands.mask
     B, T, N = problem.dims.B, problem.dims.T, problem.dims.N
-    start = jnp.zeros((B, T, N, problem.Hv), problem.dtype), jnp.full((B, T, N), -jnp.inf, problem.acc_dtype)
+    shape = B, T, N, problem.Hv
+    start = jnp.zeros(shape, problem.dtype), PartialResult.empty(shape, problem.acc_dtype, operands.sinks).lse
     if 0 in (B, T, N, problem.dims.S):
         return start  # every row is empty; a chunk of size 0 would divide by 0
     q, k, v = prepare(problem, operands)
@@ -43,14 +45,15 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
             return state, acc * rescale[..., None] + pv(problem, p, heads_first(keys.cut(v, j, 1)))
 
         rows = q_i.shape[:3]
-        zeros = tile.softmax_start(rows, problem.acc_dtype), jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
-        state, acc = over_visited(i, kv_step, zeros)
+        zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
+        start = tile.softmax_start(rows, problem.acc_dtype, operands.sinks)
+        state, acc = over_visited(i, kv_step, (start, zeros))
         factor, lse_i = tile.softmax_finish(state)
         results = (acc * factor[..., None]).astype(problem.dtype), lse_i
         # Rows in the overlap of two chunks are written twice, with the same values.
         return tuple(queries.replace(x, heads_first(x_i), i, 1) for x, x_i in zip(outputs, results, strict=True))
 
-    return lax.fori_loop(np.int32(0), np.int32(queries.count), q_step, start)
+    return lax.fori_loop(np.int32(0), queries.last, q_step, start)
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
@@ -65,13 +68,14 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     operands, out, lse = residuals
     score, mask = operands.score, operands.mask
     arrays, acc_dtype = float_arrays(score), problem.acc_dtype
-    if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
-        return tuple(map(jnp.zeros_like, operands.differentiable))
     lengths = lengths_of(mask)
     d_out = tile.zero_padding(d_out, lengths.q_lengths)
-    d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
     # The row sums of p * dp are those of out * dout, which need no pass over the logits. d_lse enters the same way.
     delta = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1) - d_lse
+    d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, delta),)
+    if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
+        return *map(jnp.zeros_like, (operands.q, operands.k, operands.v, *arrays)), *d_sinks
+    delta = tile.zero_padding(delta[..., None], lengths.q_lengths)[..., 0]
     delta = jnp.where(lse == -jnp.inf, 0, delta)  # empty rows, where d_lse may be anything
     d_out = d_out.astype(matmul_dtype(problem))
     q, k, v = prepare(problem, operands)
@@ -110,6 +114,6 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     q_t, d_out_t = (transpose_grouped(problem, x) for x in (q, d_out))
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
     d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
-    dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), np.int32(keys.count), kv_step, (*zeros, d_arrays))
-    gradients = dq, dk, dv, *d_arrays
+    dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), keys.last, kv_step, (*zeros, d_arrays))
+    gradients = dq, dk, dv, *d_arrays, *d_sinks
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.masks import Mask
-from pallas_fa.operands import intervals
+from pallas_fa.masks import Causal, Lengths, Mask, Window
+from pallas_fa.masks.base import all_of, parts_of
+from pallas_fa.operands import diagonals, intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
 
@@ -25,6 +26,7 @@ from pallas_fa.softmax import tile
 _CHUNK_LOGITS = 512**2
 _FEW_LOGITS = 2**19
 _MIN_CHUNK, _MAX_CHUNK = 64, 1024
+_SYMBOLIC = 512  # what a symbolic size counts for in the choice of chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,16 @@ class Chunks:
     def count(self) -> int:
         """The number of chunks."""
         return -(-self.size // self.chunk)
+
+    @property
+    def last(self) -> Any:
+        """`count` as the end of a loop, int32."""
+        return np.int32(self.count) if isinstance(self.count, int) else jnp.asarray(self.count, jnp.int32)
+
+    @property
+    def whole_chunks(self) -> int:
+        """The size, rounded up to whole chunks if it is symbolic."""
+        return self.size if isinstance(self.size, int) else self.count * self.chunk
 
     def start(self, i: Any) -> Any:
         """Returns the start of chunk i, int32 (also where 64-bit types are enabled)."""
@@ -110,11 +122,12 @@ class Chunks:
 
 def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     """Returns the query and key axes in chunks. Tiles are square, but long along one axis where the other is short."""
-    B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
+    dims = problem.dims
+    B, T, S, N = (x if isinstance(x, int) else _SYMBOLIC for x in (dims.B, dims.T, dims.S, dims.N))
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
     q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
-    return Chunks(2, T, _even_chunk(T, q_chunk)), Chunks(3, S, _even_chunk(S, kv_chunk))
+    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk))
 
 
 def _even_chunk(size: int, largest: int) -> int:
@@ -137,8 +150,10 @@ def visits(
     Returns:
       A function of an outer chunk: the first inner chunk, and one past the last, that any batch entry or head needs.
     """
+    if not isinstance(outer.count, int):  # masks that compute with positions alone can be asked about unknown tiles
+        mask = all_of([part for kind in (Causal, Window, Lengths) for part in parts_of(mask, kind)])
     if mask is None:
-        return lambda i: (np.int32(0), np.int32(inner.count))
+        return lambda i: (np.int32(0), inner.last)
     lo, hi = getattr(mask, question)(*_tiles(outer))
     xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), inner.size)
@@ -174,7 +189,10 @@ def loop_over_visited(
 
 
 def _tiles(chunks):
-    starts = np.minimum(np.arange(chunks.count) * chunks.chunk, chunks.size - chunks.chunk)
+    if isinstance(chunks.count, int):
+        starts = np.minimum(np.arange(chunks.count) * chunks.chunk, chunks.size - chunks.chunk)
+    else:
+        starts = jnp.arange(chunks.count, dtype=jnp.int32) * chunks.chunk
     return starts, starts + chunks.chunk
 
 
@@ -182,13 +200,29 @@ def cut_tile(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
     """Cuts the arrays of a bound score or mask to tile (i, j).
 
     Args:
-      tree: a bound score or mask, whose arrays are [B|1, N|1, T|1, S|1]; or None.
+      tree: a bound score or mask, or None.
       queries: the query axis in chunks.
       i: index of a query chunk.
       keys: the key axis in chunks.
       j: index of a key chunk.
     """
-    return jax.tree.map(lambda x: keys.cut(queries.cut(x, i), j), tree)
+    cut_array = lambda x: x if diagonals.spans(x) else keys.cut(queries.cut(x, i), j)
+    return cut_diagonals(jax.tree.map(cut_array, tree), queries, i, keys, j)
+
+
+def cut_diagonals(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
+    """Cuts only those arrays of a bound score or mask that span the diagonals; arguments as for `cut_tile`."""
+    start, length = _first_diagonal(queries, i, keys, j), queries.chunk + keys.chunk - 1
+
+    def cut(x):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # so that the gradient of no tile is rounded
+        return lax.dynamic_slice_in_dim(x, start, length, 2, allow_negative_indices=False)
+
+    return diagonals.replace(tree, cut)
+
+
+def _first_diagonal(queries, i, keys, j):
+    return diagonals.first(queries.size, queries.start(i), queries.chunk, keys.start(j))
 
 
 def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
@@ -207,6 +241,7 @@ def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, key
         return x
     B, N = x.shape[:2]
     b, n = lax.broadcasted_iota(jnp.int32, (B, 1, 1, 1), 0), lax.broadcasted_iota(jnp.int32, (1, N, 1, 1), 1)
+    score_ij = diagonals.replace(score_ij, lambda a: diagonals.tile(a.astype(x.dtype), queries.chunk))
     mask_ij = cut_tile(mask, queries, i, keys, j)
     return tile.masked_scores(x, score_ij, mask_ij, b, n, queries.index(i), keys.index(j))[0]
 
@@ -215,16 +250,19 @@ def add_tile(d: Any, d_ij: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -
     """Adds the gradient of tile (i, j) to that of a whole array: the transpose of `cut_tile`.
 
     Args:
-      d: the gradient of an array [B|1, N|1, T|1, S|1].
+      d: the gradient of a bound array.
       d_ij: the gradient of what `cut_tile` returns of it.
       queries: the query axis in chunks.
       i: index of a query chunk.
       keys: the key axis in chunks.
       j: index of a key chunk.
     """
-    starts = [jnp.int32(0)] * 4
-    for chunks, n in ((queries, i), (keys, j)):
-        if d.shape[chunks.axis] > 1:
-            starts[chunks.axis] = chunks.start(n)
+    starts = [jnp.int32(0)] * d.ndim
+    if diagonals.spans(d):
+        starts[2] = _first_diagonal(queries, i, keys, j)
+    else:
+        for chunks, n in ((queries, i), (keys, j)):
+            if d.shape[chunks.axis] > 1:
+                starts[chunks.axis] = chunks.start(n)
     old = lax.dynamic_slice(d, starts, d_ij.shape, allow_negative_indices=False)
     return lax.dynamic_update_slice(d, old + d_ij.astype(d.dtype), starts, allow_negative_indices=False)

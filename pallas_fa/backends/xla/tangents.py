@@ -21,10 +21,10 @@ from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, pv, qk
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.operands import varying
+from pallas_fa.operands import diagonals, varying
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import float_arrays, with_float_arrays
-from pallas_fa.softmax import tile
+from pallas_fa.softmax import sinks, tile
 
 
 def attention(
@@ -40,13 +40,16 @@ def attention(
     """
     primals = operands.differentiable
     nonzero = [(x, dot) for x, dot in zip(primals, operand_tangents, strict=True) if dot is not None]
-    if not nonzero or 0 in (problem.dims.S, lse.size):
+    if not nonzero or lse.size == 0:
         return jnp.zeros((*lse.shape, problem.Hv), problem.dtype), jnp.zeros_like(lse)
 
     def sums(*differentiated):
         differentiated = iter(differentiated)
         arrays = (x if dot is None else next(differentiated) for x, dot in zip(primals, operand_tangents, strict=True))
-        return _weighted_sums(problem, operands.with_differentiable(arrays), lse)
+        moved = operands.with_differentiable(arrays)
+        out, total = _weighted_sums(problem, moved, lse)
+        # A sink is a key chunk of its own, whose value is 0.
+        return out, total if moved.sinks is None else total + sinks.probabilities(moved.sinks, lse)
 
     differentiated, dots = zip(*nonzero, strict=True)
     (out, _), (out_dot, lse_dot) = jax.jvp(sums, differentiated, dots)
@@ -56,8 +59,13 @@ def attention(
 
 
 def _weighted_sums(problem, operands, lse):
-    """Returns the sums over key chunks of w_j out_j [B, T, N, Hv], which is out, and of w_j [B, T, N], which is 1."""
-    q, k, v, score, mask = operands
+    """Returns the sums over key chunks of w_j out_j [B, T, N, Hv], which is out, and of w_j [B, T, N].
+
+    The latter is 1, less the probability of a sink.
+    """
+    if problem.dims.S == 0:
+        return jnp.zeros((*lse.shape, problem.Hv), problem.acc_dtype), jnp.zeros_like(lse)
+    q, k, v, score, mask, _ = operands
     lengths = lengths_of(mask)
     queries, keys = chunks.split_axes(problem)
     visited = chunks.visits(mask, "kv_range", queries, keys)
@@ -65,6 +73,7 @@ def _weighted_sums(problem, operands, lse):
     def tile_terms(i, j, operands):
         lse, q, k, v, score = operands
         q, k, v = (jnp.squeeze(x, n).astype(matmul_dtype(problem)) for x, n in ((q, 3), (k, 2), (v, 2)))
+        score = chunks.cut_diagonals(score, queries, i, keys, j)
         x = chunks.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
         p, lse_j = tile.softmax(keys.mask_overlap(x, j))
         w = tile.probabilities(lse_j[..., None], jnp.squeeze(lse, 3))
@@ -100,7 +109,8 @@ def _weighted_sums(problem, operands, lse):
 def _scan(over: Chunks, step: Callable[..., Any], init: Any, operands: Any) -> Any:
     """Scans step(carry, i, operands) over the chunks i of an axis, rematerialised; operands that span it are cut to i."""
     leaves, structure = jax.tree.flatten(operands)
-    stacked = [over.stack(x, over.axis) if x.shape[over.axis] > 1 else None for x in leaves]
+    is_cut = lambda x: not diagonals.spans(x) and x.shape[over.axis] > 1
+    stacked = [over.stack(x, over.axis) if is_cut(x) else None for x in leaves]
 
     def step_on_chunk(carry, inputs):
         i, chunks_i = inputs

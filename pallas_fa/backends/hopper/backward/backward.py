@@ -23,6 +23,8 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
+from pallas_fa.backends.hopper.head_dims import padded_backward
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores.base import float_arrays
 
@@ -38,8 +40,8 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
         unordered = plans[0].score_gradients.has_unordered_sums(plans[0].arrays, problem.dims)
         if problem.deterministic_gradients and unordered:
             return (
-                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads"
-                " in no fixed order, so it can't do them with deterministic_gradients=True"
+                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
+                " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
             )
     return _why_not_score(problem)
 
@@ -54,6 +56,7 @@ def _why_not_score(problem):
     return reason and f"the score can't run in the backward kernel: {reason}"
 
 
+@padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
 ) -> tuple[Any, ...]:
@@ -61,9 +64,9 @@ def backward(
 
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
-    (q, k, v, score, mask), out, lse = residuals
+    q, k, v, score, mask, _ = residuals.operands
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
-    neg_lse, delta = row_statistics(problem, mask, out, lse, d_out, d_lse, factor)
+    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
@@ -71,7 +74,7 @@ def backward(
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
         found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, zero)
-    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score))))
+    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score)))), *d_sinks
 
 
 def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) -> dict[Any, Any]:
@@ -113,7 +116,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
     found = {}
     if dq:
         sums, claims = (results.pop(0), added.pop(0)) if first_store else (added.pop(0), None)
-        found["dq"] = _dq(plan, sums, claims)
+        found["dq"] = _dq(plan, dq, sums, claims)
     found |= dict(zip(plan.kind.stored, results, strict=False))
     by_array = dict(zip(scores.summed, results[len(plan.kind.stored) :], strict=True))
     by_array |= dict(zip(scores.added, added, strict=True))
@@ -123,20 +126,28 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
     return found
 
 
-def _dq(plan, sums, claims=None):
+def _dq(plan, dq, sums, claims=None):
     """dQ from its sums in device memory; tiles that no CTA has claimed may hold anything."""
     problem = plan.problem
     if claims is not None and (problem.mask is not None or plan.interpret):
-        is_there = jnp.repeat(claims > 0, plan.config.width, axis=-1)[..., : sums.shape[-3]]
-        sums = jnp.where(jnp.swapaxes(is_there, -2, -1)[..., None], sums, 0)
+        rows = sums.shape[-3 if dq.layout == "BTNH" else -2]
+        is_there = jnp.repeat(claims > 0, plan.config.width, axis=-1)[..., :rows]  # [.., N, T]
+        is_there = jnp.swapaxes(is_there, -2, -1) if dq.layout == "BTNH" else is_there
+        sums = jnp.where(is_there[..., None], sums, 0)
     sums = sums.sum(axis=0) if plan.interpret else sums
-    return (sums[:, : problem.dims.T, :, : problem.H] * problem.scale).astype(problem.dtype)
+    everything = slice(None)
+    present = ordered(dq.layout, (everything, slice(problem.dims.T), everything, slice(problem.H)))
+    return (sums[present] * problem.scale).astype(problem.dtype)
 
 
 def _array_gradient(plan, i, d, x):
     """The gradient of array i, which is `x`, from what the kernel gave: summed over its broadcast dims."""
-    stationary, streamed = plan.visits.stationary, plan.visits.streamed
-    d = d[:, :, :stationary, :streamed] if plan.arrays[i].kind == "tile" else d[:, :, :stationary, None]
-    d = jnp.swapaxes(d, 2, 3) if plan.kind.keys_stationary else d
-    summed = tuple(axis for axis in range(4) if x.shape[axis] == 1 and d.shape[axis] > 1)
+    stationary, streamed, array = plan.visits.stationary, plan.visits.streamed, plan.arrays[i]
+    if array.skewed:
+        d = array.skewed.gradient(d.sum(axis=2) if plan.interpret else d)
+        d = jnp.flip(d, 2) if plan.kind.keys_stationary else d
+    else:
+        d = d[:, :, :stationary, :streamed] if array.kind == "tile" else d[:, :, :stationary, None]
+        d = jnp.swapaxes(d, 2, 3) if plan.kind.keys_stationary else d
+    summed = tuple(axis for axis in range(d.ndim) if x.shape[axis] == 1 and d.shape[axis] > 1)
     return d.sum(axis=summed, keepdims=True).astype(x.dtype)

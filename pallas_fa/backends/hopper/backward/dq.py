@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.layout import Layout, ordered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +14,7 @@ class DqSums:
     Args:
       config: tiles; its `first_store` says that the first CTA to have something for a tile of the sums stores it.
       dims: sizes of the problem.
+      layout: that of the queries, and of the sums.
       padded_dim: the head dim, rounded up to what the tensor cores take.
       key_blocks: CTAs of a head, which add to the same sums.
       tiles: tiles of queries.
@@ -22,6 +24,7 @@ class DqSums:
 
     config: BackwardConfig
     dims: Dims
+    layout: Layout
     padded_dim: int
     key_blocks: int
     tiles: int
@@ -41,7 +44,8 @@ class DqSums:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the sums; rows are padded as TMA demands."""
-        return self._of_each_cta(self.dims.B, -(-self.dims.T // 8) * 8, self.dims.N, self.padded_dim)
+        shape = self.dims.B, -(-self.dims.T // 8) * 8, self.dims.N, self.padded_dim
+        return self._of_each_cta(*ordered(self.layout, shape))
 
     @property
     def claims_shape(self) -> tuple[int, ...]:

@@ -70,10 +70,10 @@ class Load:
 
     def _array(self, a, n, slot, streamed):
         array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"].at[slot]
-        source = self.gmem.arrays[a].at[array.index(self.block.b, n)]
+        source, block = self.gmem.arrays[a].at[array.index(self.block.b, n)], self.block
         ready = self.scratch["streamed_qk_ready"].at[slot]
         if array.kind != "tile":
             _copy(source.at[streamed if array.kind == "row" else self.stationary], smem, ready)
             return
         for wg in range(self.plan.config.compute_wgs):
-            _copy(source.at[pl.ds(self.block.start + wg * 64, 64), streamed], smem.at[wg], ready)
+            _copy(source.at[array.place(pl.ds(block.start + wg * 64, 64), streamed)], smem.at[wg], ready)

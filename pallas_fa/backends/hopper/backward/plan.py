@@ -2,21 +2,24 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
+from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.order import Order
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 
 
@@ -29,7 +32,7 @@ def passes(problem: Problem) -> tuple[Pass, ...]:
     if max(problem.H, problem.Hv) > 128:
         return Pass(("dv",)), Pass(("dk",)), Pass(("dq",))
     leaves = jax.tree.leaves(problem.score)
-    is_per_query = lambda x: x.shape[2] > 1 and x.shape[3] == 1
+    is_per_query = lambda x: not diagonals.spans(x) and x.shape[2] > 1 and x.shape[3] == 1
     per_query = any(is_per_query(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
     if per_query or problem.deterministic_gradients:
         return Pass(("dk", "dv")), Pass(("dq",))
@@ -72,7 +75,7 @@ class BackwardPlan:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, d_out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
+        q, k, v, d_out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
         return OperandTiles(k, v, q, d_out) if self.kind.keys_stationary else OperandTiles(q, d_out, k, v)
@@ -80,9 +83,9 @@ class BackwardPlan:
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; rows have one value per streamed position, columns one per stationary position."""
-        mask = self.problem.mask
+        problem, mask = self.problem, self.problem.mask
         mask = jax.eval_shape(self.visits.in_tiles, mask) if self.visits.listed else mask
-        return KernelArrays.of(self.problem.score, mask, transposed=self.kind.keys_stationary)
+        return KernelArrays.of(problem.score, mask, problem.dims, transposed=self.kind.keys_stationary)
 
     @functools.cached_property
     def score_gradients(self) -> ScoreGradients:
@@ -131,14 +134,27 @@ class BackwardPlan:
         if not self.kind.fused:
             return None
         padded_dim, warps = self.tiles.stationary_qk.padded_dim, self.order.store_warps
-        sizes = self.problem.dims, padded_dim, self.visits.blocks, self.visits.tiles
+        sizes = self.problem.dims, self.problem.layout, padded_dim, self.visits.blocks, self.visits.tiles
         return DqSums(self.config, *sizes, warps, self.interpret)
 
     def added_shape(self, i: int) -> tuple[int, ...]:
-        """Returns the shape of the float32 sums of the gradient of array i, [.., stationary, streamed]."""
+        """Returns the shape of the float32 sums of the gradient of array i, [.., stationary, streamed] or its skewed form.
+
+        JAX's interpreter can't add: there each head, and each warpgroup's rows in the skewed form, have sums of their own.
+        """
         dims, array, visits = self.problem.dims, self.arrays[i], self.visits
         lead = (dims.B, dims.N) if self.interpret else (dims.B if array.batched else 1, dims.N if array.per_head else 1)
-        return *lead, visits.blocks * visits.block, visits.tiles * visits.tile
+        rows = visits.blocks * visits.block
+        if array.skewed is None:
+            return *lead, rows, visits.tiles * visits.tile
+        return *lead, *((rows // ROWS,) if self.interpret else ()), ROWS, array.skewed.width
+
+    def added_place(self, i: int, at: Any) -> tuple[Any, ...]:
+        """Returns where a warpgroup's tile at `at`, a `TilePlace`, lies in these sums."""
+        array = self.arrays[i]
+        lead = (at.b, at.n) if self.interpret else array.index(at.b, at.n)
+        own = (at.stationary // ROWS,) if self.interpret and array.skewed else ()
+        return *lead, *own, *array.place(pl.ds(at.stationary, 64), pl.ds(at.streamed, self.config.width))
 
     def summed_shape(self) -> tuple[int, ...]:
         """Returns the shape of the float32 gradient of an array, one value per stationary position."""

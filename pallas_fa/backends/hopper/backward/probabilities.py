@@ -4,7 +4,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
@@ -78,7 +77,6 @@ def _plus_gradients(w, at, gradients, sums):
         w.scratch[f"gradient{i}_smem"][w.wg] = by_array[i]
     plgpu.commit_smem()
     for i in scores.added:
-        lead = (at.b, at.n) if plan.interpret else plan.arrays[i].index(at.b, at.n)
-        target = w.gmem.added[i].at[(*lead, pl.ds(at.stationary, 64), pl.ds(at.streamed, plan.config.width))]
+        target = w.gmem.added[i].at[plan.added_place(i, at)]
         add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.wg], target, plan.interpret)
     return sums

@@ -12,6 +12,7 @@ from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
 from pallas_fa.backends.hopper.tma import add_to_gmem
+from pallas_fa.operands.layout import ordered
 
 
 def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
@@ -39,7 +40,8 @@ def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scra
             dq_ready.wait(index * wgs + wg)
             row = tile * plan.config.width + (wg * 64 if dq.by_rows else 0)
             column = 0 if dq.by_rows else wg * dq.columns
-            sums = gmem.dq_sums.at[(*part, block.b, pl.ds(row, 64), n, pl.ds(column, dq.columns))]
+            place = ordered(dq.layout, (block.b, pl.ds(row, 64), n, pl.ds(column, dq.columns)))
+            sums = gmem.dq_sums.at[(*part, *place)]
             lax.cond(
                 is_first,
                 lambda wg=wg, sums=sums: plgpu.copy_smem_to_gmem(dq_smem.at[wg], sums),

@@ -151,14 +151,16 @@ class Compute:
 
     def _finish(self, acc, m, l, p):
         """The last P V, and the stores."""
-        plan, scratch = self.plan, self.scratch
+        plan, scratch, sink = self.plan, self.scratch, None
+        if self.gmem.sinks is not None:  # arrives while the last P V is under way
+            sink = self.gmem.sinks[self.block.b if self.gmem.sinks.shape[0] > 1 else 0, self.block.n]
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
         acc, _ = self.wgmma.updated(lambda accs: self.wgmma.weighted_sums(accs, p, self.v.at[slot]), acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit)
+        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""

@@ -25,62 +25,92 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
+from pallas_fa.backends.hopper.head_dims import padded_forward
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Operands, Problem
 
 
+@padded_forward
 def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
-    """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
+    """Returns (out, [B, T, N, Hv] in the problem's layout, log-sum-exp [B, T, N] float32).
 
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
-    q, k, v, score, mask = operands
     plan = choose(problem, gpu, interpret)
-    dims, config = problem.dims, plan.config
-    arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
-    if mask is not None and plan.visit_lists:
+    out, lse = run(plan, operands, visit_table(plan, operands.mask))
+    return out, jnp.swapaxes(lse[:, :, : problem.dims.T], 1, 2)
+
+
+def visit_table(plan: ForwardPlan, mask: Any) -> Any:
+    """Returns which key blocks each query block visits, as `schedule.table` or `visit_lists.table` does.
+
+    None where the mask has no arrays.
+    """
+    dims, config = plan.problem.dims, plan.config
+    if mask is None or not plan.visit_table:
+        return None
+    if plan.visit_lists:
         states = visit_lists.tile_states(mask, (dims.T, dims.S), (config.block_q, config.block_kv), (True, False))
-        arrays.append(visit_lists.table(states, descending=True))
-    elif mask is not None and plan.visit_table:
-        sizes = config.block_q, dims.T, dims.S, config.block_kv
-        found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
-        arrays.append(schedule.table(found, plan.blocks.count, plan.blocks.count))
+        return visit_lists.table(states, descending=True)
+    sizes = config.block_q, dims.T, dims.S, config.block_kv
+    found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
+    return schedule.table(found, plan.blocks.count, plan.blocks.count)
+
+
+def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
+    """Returns (out, lse [B * kv_splits, N, rows]): lse of whole warpgroups, partial results if the keys are split.
+
+    `out` is [B, T, N, Hv] in the plan's query layout, or [B * kv_splits, ...] in float32. `visits`: the visit table, if the
+    plan has one.
+    """
+    q, k, v, score, mask, sinks = operands
+    problem, dims, config = plan.problem, plan.problem.dims, plan.config
+    arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
+    if visits is not None:
+        arrays.append(visits)
+    if sinks is not None:
+        arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
 
-    out, lse = launch(
+    entries = dims.B * config.kv_splits
+    return launch(
         flash_attention_forward,
         q,
         k,
         v,
         *arrays,
         out_type=(
-            jax.ShapeDtypeStruct((dims.B, dims.T, dims.N, problem.Hv), problem.dtype),
-            jax.ShapeDtypeStruct((dims.B, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),  # whole warpgroups
+            jax.ShapeDtypeStruct(
+                ordered(plan.query_layout, (entries, dims.T, dims.N, problem.Hv)), plan.tiles.out.dtype
+            ),
+            jax.ShapeDtypeStruct((entries, dims.N, pl.cdiv(dims.T, 64) * 64), jnp.float32),
         ),
         ctas=plan.grid.ctas,
         warpgroups=config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )
-    return out, jnp.swapaxes(lse[:, :, : dims.T], 1, 2)
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: those of score and mask; `visit_table`: None where the mask has no arrays."""
+    """Device memory. `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]."""
 
     q: Any
     k: Any
     v: Any
     arrays: tuple[Any, ...]
     visit_table: Any
+    sinks: Any
     out: Any
     lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
+    sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 

@@ -84,8 +84,8 @@ class Load:
                 plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, keys)], smem, ready)
                 continue
             for wg in range(c.compute_wgs):
-                rows = self._rows(wg)
-                plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, rows, keys)], smem.at[wg], ready)
+                place = plan.arrays[a].place(self._rows(wg), keys)
+                plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, *place)], smem.at[wg], ready)
 
 
 def wait_free(plan: ForwardPlan, step: Any, slot: Any, free: Any) -> None:

@@ -58,7 +58,7 @@ class Logits:
             x, factor = elementwise.inline_times(apply, x, t, s, score)
         x, factor = with_positive_factor(x, factor)
         if is_boundary:
-            if problem.dims.S % plan.config.block_kv:
+            if plan.has_padding_keys:
                 x = jnp.where(s < problem.dims.S, x, -jnp.inf)
             if problem.mask is not None:
                 allowed = elementwise.inline(lambda t, s, mask: mask.allowed(block.b, block.n, t, s), t, s, mask)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
@@ -13,6 +14,7 @@ from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands.layout import Layout
 from pallas_fa.problem import Problem
 
 
@@ -32,22 +34,35 @@ class ForwardPlan:
     problem: Problem
     config: ForwardConfig
     interpret: bool = False
+    rows_first: bool = False  # queries and output are in the layout "BNTH", whatever the problem's is
+
+    @property
+    def query_layout(self) -> Layout:
+        """The layout of queries and output."""
+        return "BNTH" if self.rows_first else self.problem.layout
 
     @functools.cached_property
     def tiles(self) -> OperandTiles:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, out = (Tiles(*shape, problem.dtype, self.interpret) for shape in shapes)
+        layouts = self.query_layout, problem.layout, problem.layout, self.query_layout
+        q, k, v, out = (
+            Tiles(*shape, problem.dtype, layout, self.interpret) for shape, layout in zip(shapes, layouts, strict=True)
+        )
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
-        v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
+        if self.config.kv_splits > 1:  # partial results are float32
+            out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
+        else:
+            v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
         return OperandTiles(q, k, v, out)
 
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; rows have one value per key."""
-        mask = self.problem.mask
-        return KernelArrays.of(self.problem.score, jax.eval_shape(self.in_tiles, mask) if self.visit_lists else mask)
+        problem, mask = self.problem, self.problem.mask
+        mask = jax.eval_shape(self.in_tiles, mask) if self.visit_lists else mask
+        return KernelArrays.of(problem.score, mask, problem.dims)
 
     @property
     def visit_lists(self) -> bool:
@@ -80,7 +95,17 @@ class ForwardPlan:
         """The CTAs of the kernel."""
         dims, is_masked = self.problem.dims, self.problem.mask is not None
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
-        return Grid(dims.B, dims.N, self.blocks.ctas, group)
+        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits, group)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Key blocks of a sequence."""
+        return -(-self.problem.dims.S // self.config.block_kv)
+
+    @property
+    def has_padding_keys(self) -> bool:
+        """Whether a step may see keys past the end of the sequence."""
+        return self.problem.dims.S % self.config.block_kv > 0 or self.config.kv_splits > 1
 
     @property
     def ping_pong(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu import schedule, visit_lists
+from pallas_fa.backends.gpu.grid import quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
@@ -13,11 +14,13 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 class QueryBlock(NamedTuple):
     """A query block of one head: batch entry, query head, its number, its first query (negative in front padding).
 
+    `part`: which part of its keys.
     `done`, `arrays_done`: how many steps, and steps that used streamed arrays, this CTA did for blocks before.
     """
 
     b: Any
     n: Any
+    part: Any
     number: Any
     t0: Any
     done: Any
@@ -26,18 +29,29 @@ class QueryBlock(NamedTuple):
 
 def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of this CTA, and returns the sums."""
-    at = plan.grid.place()
-    one = lambda number, *done: role(QueryBlock(at.b, at.head, number, plan.blocks.start(number), *done))
-    return plan.blocks.for_each(at.cta, one)
+    at, splits = plan.grid.place(), plan.config.kv_splits
+    cta, part = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
+    one = lambda number, *done: role(QueryBlock(at.b, at.head, part, number, plan.blocks.start(number), *done))
+    return plan.blocks.for_each(cta, one)
+
+
+def result_entry(plan: ForwardPlan, block: QueryBlock) -> Any:
+    """Returns where the results of a block lie along the first dim of out and lse."""
+    splits = plan.config.kv_splits
+    return block.b * splits + block.part if splits > 1 else block.b
 
 
 def steps_of(plan: ForwardPlan, block: QueryBlock, visit_table: Any) -> Steps:
-    """Returns all steps of a block."""
+    """Returns all steps of a block over its part of the keys."""
     if plan.visit_lists:
         return Steps.of_list(visit_lists.in_table(visit_table, block.b, block.n, block.number))
-    if not plan.visit_table:
-        return Steps.of(_visits(plan, block.t0, plan.config.block_q))
-    return Steps.of(schedule.in_table(visit_table, block.b, block.n, block.number))
+    if plan.visit_table:
+        visits = schedule.in_table(visit_table, block.b, block.n, block.number)
+    else:
+        visits = _visits(plan, block.t0, plan.config.block_q)
+    if plan.config.kv_splits > 1:
+        visits = schedule.part_of(visits, block.part, plan.config.kv_splits, plan.kv_blocks)
+    return Steps.of(visits)
 
 
 def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: Any) -> Steps:

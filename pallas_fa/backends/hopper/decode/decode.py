@@ -1,0 +1,59 @@
+"""Attention of few queries: the forward kernel on rows, with the keys in parts, and the merge of the partial results.
+
+The query heads of one key head are the rows of a tile (`gpu.grouped_rows`), so that keys and values are read once. Where
+that leaves the GPU idle, the keys of a sequence are split over CTAs, as in Flash-Decoding (Dao et al., 2023).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_fa.backends.gpu import grouped_rows, schedule
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.decode.choose import choose
+from pallas_fa.backends.hopper.forward.forward import run, visit_table
+from pallas_fa.backends.hopper.head_dims import padded_forward
+from pallas_fa.operands.layout import transpose
+from pallas_fa.problem import Operands, Problem
+from pallas_fa.softmax.merging import PartialResult, merge
+
+
+@padded_forward
+def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = False) -> tuple[Any, Any]:
+    """Returns (out, [B, T, N, Hv] in the problem's layout, log-sum-exp [B, T, N] float32); arguments as of `forward`."""
+    sinks, operands = operands.sinks, operands._replace(sinks=None)
+    problem = dataclasses.replace(problem, sinks=None)
+    plan = choose(problem, gpu, interpret)
+    visits = (
+        _visits_of_rows(plan, operands.mask, problem.group) if plan.rows_first else visit_table(plan, operands.mask)
+    )
+    out, lse = run(plan, grouped_rows.of_operands(problem, operands) if plan.rows_first else operands, visits)
+    lse = lse[:, :, : plan.problem.dims.T]
+    # In the order of the rows, so that XLA reorders the sum and not each part.
+    out, lse = _merged(out, lse if plan.query_layout == "BNTH" else jnp.swapaxes(lse, 1, 2), plan.config.kv_splits)
+    if plan.rows_first:
+        out, lse = (grouped_rows.per_query(problem, x) for x in (out, lse))
+    else:
+        out, lse = transpose(problem.layout, out), lse if problem.layout == "BTNH" else jnp.swapaxes(lse, 1, 2)
+    if sinks is not None:
+        out, lse = merge(PartialResult(out, lse), PartialResult.empty(out.shape, lse.dtype, sinks))
+    return transpose(problem.layout, out.astype(problem.dtype)), lse
+
+
+def _merged(out, lse, splits):
+    """(out, lse) of all parts, which lie one after another along the first dim.
+
+    One part is added after the other, which XLA does in one GPU kernel or two; reductions over the parts would be three.
+    """
+    return merge(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits))) if splits > 1 else (out, lse)
+
+
+def _visits_of_rows(plan, mask, group):
+    """The visit table of the rows, from the mask of the call; None where the mask has no arrays."""
+    if mask is None or not plan.visit_table:
+        return None
+    config, dims = plan.config, plan.problem.dims
+    ask, ask_full = (grouped_rows.ask(question, group) for question in (mask.kv_range, mask.full_kv_range))
+    found = schedule.visits_of_blocks(ask, ask_full, config.block_q, dims.T, dims.S, config.block_kv)
+    return schedule.table(found, plan.blocks.count, plan.blocks.count)

@@ -1,0 +1,142 @@
+"""Few queries: the kernel on rows of grouped heads with split keys, interpreted, and lowered for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_fa import dot_product_attention, masks, scores
+from pallas_fa.backends import reference
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
+from pallas_fa.backends.hopper.decode import choose
+from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.problem import normalise
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
+
+RNG = np.random.default_rng(0)
+B, S, N, K, H = 2, 330, 4, 2, 64
+LENGTHS = np.array([70, 330], np.int32)
+BOTTOM_RIGHT = masks.Causal(align="bottom_right")
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.bfloat16)
+
+
+def inputs(T, N=N, K=K, H=H, Hv=H, S=S):
+    return normal(B, T, N, H), normal(B, S, K, H), normal(B, S, K, Hv)
+
+
+# (queries, keywords)
+CALLS = {
+    "one query": (1, {}),
+    "lengths": (1, {"key_value_seq_lengths": LENGTHS}),
+    "no keys": (1, {"key_value_seq_lengths": np.array([0, 1], np.int32)}),
+    "one part": (1, {"key_value_seq_lengths": LENGTHS, "config": Config(ForwardConfig(1, 64))}),
+    "window": (3, {"mask": BOTTOM_RIGHT & masks.Window(65, None, S - 3)}),
+    "drafts": (5, {"mask": BOTTOM_RIGHT, "key_value_seq_lengths": LENGTHS}),
+    "padded queries": (3, {"query_seq_lengths": np.array([1, 2], np.int32)}),
+    "by head": (
+        2,
+        {
+            "bias": RNG.standard_normal((N, 1, S)).astype(np.float32),
+            "score": scores.SoftCap(20.0).then(scores.Alibi(np.linspace(0.01, 0.1, N, dtype=np.float32))),
+            "mask": masks.Custom(lambda b, n, t, s, far: (s < 200) | (far & (n != 1)), np.array([[[True]], [[False]]] * 2)),
+        },
+    ),
+    "relative bias": (3, {"score": scores.RelativeBias(RNG.standard_normal((N, S + 2)).astype(np.float32))}),
+    "sinks": (1, {"sinks": RNG.standard_normal((B, N)).astype(np.float32), "key_value_seq_lengths": LENGTHS}),
+    "lengths by head": (1, {"mask": masks.Lengths(None, RNG.integers(0, S, (B, N, 1, 1)).astype(np.int32))}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_interpreted_kernel_is_right_and_free_of_races(name):
+    T, keywords = CALLS[name]
+    problem, operands = normalise(*inputs(T), **keywords)
+    assert choose.applies(problem)
+    (out, lse), races = interpreted(problem, operands, decode)
+    assert not races
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("K", [2, N])
+def test_the_other_layout(K):
+    q, k, v = inputs(3, K=K)
+    keywords = {"mask": BOTTOM_RIGHT, "sinks": jnp.zeros(N)}
+    (out, lse), _ = interpreted(*normalise(q, k, v, **keywords), decode)
+    transposed = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    (other, other_lse), races = interpreted(*normalise(*transposed, layout="BNTH", **keywords), decode)
+    assert not races
+    np.testing.assert_array_equal(np.asarray(jnp.swapaxes(other, 1, 2), np.float32), np.asarray(out, np.float32))
+    np.testing.assert_allclose(other_lse, lse, rtol=1e-6)
+
+
+def test_padding_may_hold_nan():
+    q, k, v = inputs(2)
+    padded = [x.at[0, LENGTHS[0] :].set(jnp.nan) for x in (k, v)]
+    (out, lse), _ = interpreted(*normalise(q, *padded, key_value_seq_lengths=LENGTHS), decode)
+    (true_out, true_lse), _ = interpreted(*normalise(q, k, v, key_value_seq_lengths=LENGTHS), decode)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(true_out, np.float32))
+    np.testing.assert_array_equal(lse, true_lse)
+
+
+def test_keys_are_split_until_the_gpu_is_full():
+    def splits(batch, length):
+        shape = jax.ShapeDtypeStruct
+        q, k = shape((batch, 1, 32, 128), jnp.bfloat16), shape((batch, length, 8, 128), jnp.bfloat16)
+        found = []
+
+        def see(q, k):
+            problem, _ = normalise(q, k, k)
+            found.append(choose.choose(problem, Gpu.visible()).config.kv_splits)
+
+        jax.eval_shape(see, q, k)
+        return found[0]
+
+    assert splits(1, 65536) >= 16
+    assert splits(512, 8192) == 1
+    assert splits(1, 64) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_compiled_kernel_is_accurate(name, H):
+    """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
+    T, keywords = CALLS[name]
+    q, k, v = inputs(T, H=H)
+
+    def call(implementation, dtype):
+        arrays = (x.astype(dtype) for x in (q, k, v))
+        fn = jax.jit(
+            lambda *x: dot_product_attention(*x, implementation=implementation, return_residual=True, **keywords)
+        )
+        return [np.asarray(x, np.float64) for x in fn(*arrays)]
+
+    keywords = {name: x for name, x in keywords.items() if name != "config"}
+    truth, xla = call("reference", jnp.float32), call("xla", jnp.bfloat16)
+    ours, again = call("mosaic_gpu", jnp.bfloat16), call("mosaic_gpu", jnp.bfloat16)
+    for want, theirs, got, same in zip(truth, xla, ours, again, strict=True):
+        np.testing.assert_array_equal(got, same)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        got, want, theirs = (x[np.isfinite(want)] for x in (got, want, theirs))
+        if want.size:
+            assert abs(got - want).max() <= 2 * abs(theirs - want).max() + 2.0**-8 * abs(want).max()
+
+
+@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_lowers(T, H):
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 8, 2, H, S=5000))
+
+    def fn(q, k, v, lengths):
+        return dot_product_attention(
+            q, k, v, mask=BOTTOM_RIGHT, key_value_seq_lengths=lengths, implementation="mosaic_gpu"
+        )
+
+    assert kernels(fn, q, k, v, jax.ShapeDtypeStruct((B,), jnp.int32)) == 1

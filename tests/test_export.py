@@ -1,0 +1,176 @@
+"""`jax.export`: symbolic batch and lengths, and programs for several platforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import pallas_fa
+from pallas_fa import masks, scores
+from pallas_fa.masks import Custom
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+N, K, H = 4, 2, 8
+SIZES = ((5, 150, 40), (1, 7, 300))  # B, T, S: one chunk of one and several of the other
+
+
+def _normal(rng, *shape):
+    return rng.standard_normal(shape, np.float32)
+
+
+def _arrays(rng, B, T, S):
+    return {
+        "query": _normal(rng, B, T, N, H),
+        "key": _normal(rng, B, S, K, H),
+        "value": _normal(rng, B, S, K, H),
+    }
+
+
+# name: (arrays that the call takes beside q, k and v, its keywords from these and the sizes)
+CALLS = {
+    "plain": (lambda rng, B, T, S: {}, lambda a, T, S: {}),
+    "bands": (
+        lambda rng, B, T, S: {"left": np.arange(B) + 20, "slopes": np.abs(_normal(rng, N))},
+        lambda a, T, S: {
+            "mask": masks.Causal("bottom_right"),
+            "local_window_size": (a["left"], 60),
+            "score": scores.Alibi(a["slopes"], align="bottom_right"),
+        },
+    ),
+    "relative bias": (
+        lambda rng, B, T, S: {"slopes": _normal(rng, N, 1)},
+        lambda a, T, S: {"score": scores.RelativeBias(lambda offset: a["slopes"] * jnp.sin(0.1 * offset))},
+    ),
+    "lengths and a bias": (
+        lambda rng, B, T, S: {
+            "query_seq_lengths": rng.integers(1, T + 1, B),
+            "key_value_seq_lengths": rng.integers(1, S + 1, B),
+            "bias": _normal(rng, N, T, S),
+        },
+        lambda a, T, S: {**a, "is_causal": True},
+    ),
+    "segments and a mask": (
+        lambda rng, B, T, S: {
+            "query_segment_ids": rng.integers(0, 3, (B, T)),
+            "key_value_segment_ids": rng.integers(0, 3, (B, S)),
+            "mask": rng.random((B, 1, T, S)) < 0.8,
+            "bias": _normal(rng, S),
+        },
+        lambda a, T, S: {**a, "logits_soft_cap": 3.0},
+    ),
+    "documents": (
+        lambda rng, B, T, S: {"cu_q": np.array([0, 3, T - 1, T]), "cu_k": np.array([0, 3, S - 2, S - 1])},
+        lambda a, T, S: {"mask": masks.from_cu_seqlens(a["cu_q"], a["cu_k"], T=T, is_causal=True)},
+    ),
+}
+
+
+def _program(keywords, implementation):
+    """(out, lse) and all gradients of a call of these arrays."""
+
+    def run(arrays):
+        floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+        def attend(floats):
+            a = {**arrays, **floats}
+            q, k, v = (a.pop(name) for name in ("query", "key", "value"))
+            given = keywords(a, q.shape[1], k.shape[1])
+            return pallas_fa.dot_product_attention(
+                q, k, v, **given, implementation=implementation, return_residual=True
+            )
+
+        results, pullback = jax.vjp(attend, floats)
+        out, lse = results
+        return results, pullback((jnp.sin(out), jnp.where(lse == -jnp.inf, 0, jnp.sin(lse))))
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", [x if x == "bands" else pytest.param(x, marks=pytest.mark.full) for x in CALLS])
+def test_one_program_for_all_sizes(name, rng):
+    more, keywords = CALLS[name]
+    arrays = [{**_arrays(rng, *sizes), **more(rng, *sizes)} for sizes in SIZES]
+    b, t, s = export.symbolic_shape("b, t, s")
+    names = dict(zip(SIZES[0], (b, t, s), strict=True))
+    like = {
+        n: jax.ShapeDtypeStruct([names.get(size, size) if size != N else N for size in x.shape], jnp.asarray(x).dtype)
+        for n, x in arrays[0].items()
+    }
+    exported = export.export(_program(keywords, "xla"), platforms=("cpu", "cuda", "tpu"))(like)
+    for a in arrays:
+        got, want = exported.call(jax.tree.map(jnp.asarray, a)), _program(keywords, "reference")(a)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert x.shape == y.shape
+            np.testing.assert_allclose(x, y, atol=2e-5 * (1 + np.nanmax(np.abs(np.where(np.isinf(y), 0, y)))))
+
+
+ANY = export.symbolic_shape("b, t, s")
+
+
+def _symbolic(dtype=jnp.bfloat16, sizes=ANY):
+    b, t, s = sizes
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in ((b, t, N, H), (b, s, K, H), (b, s, K, H))]
+
+
+def _export(*args, platforms=("cpu",), transformed=lambda attend: attend, **keywords):
+    attend = lambda q, k, v: pallas_fa.dot_product_attention(q, k, v, **keywords)
+    return export.export(jax.jit(transformed(attend)), platforms=platforms)(*args)
+
+
+def test_the_default_takes_xla_where_a_size_is_symbolic():
+    """For several platforms, too: no kernel is in the program."""
+    for sizes in (ANY, (ANY[0], 64, 64)):
+        exported = _export(*_symbolic(sizes=sizes), platforms=("cpu", "cuda"), is_causal=True)
+        assert "mosaic" not in exported.mlir_module()
+    assert "mosaic_gpu: cannot: a symbolic size" in pallas_fa.explain(*_symbolic())
+
+
+def test_the_reference_exports_for_any_size():
+    exported = _export(*_symbolic(), platforms=("cpu", "cuda"), is_causal=True, implementation="reference")
+    assert [x.shape for x in exported.out_avals] == [(*ANY[:2], N, H)]
+
+
+@pytest.mark.full
+def test_second_derivatives_of_a_symbolic_length(rng):
+    transformed = lambda attend: jax.grad(
+        lambda *x: jnp.sum(jax.grad(lambda q: jnp.sum(attend(q, *x[1:]) ** 2))(x[0]) ** 2)
+    )
+    exported = _export(*_symbolic(jnp.float32), transformed=transformed, is_causal=True)
+    x = list(_arrays(rng, 1, 9, 5).values())
+    want = transformed(lambda *x: pallas_fa.dot_product_attention(*x, is_causal=True, implementation="reference"))(*x)
+    np.testing.assert_allclose(exported.call(*x), want, atol=1e-4 * np.abs(want).max())
+
+
+def test_what_needs_known_sizes_says_so():
+    for keywords, kind, says in (
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "a symbolic size"),
+        ({"forward_mode": True}, NotImplementedError, "a symbolic length with forward_mode=True"),
+    ):
+        with pytest.raises(kind, match=says):
+            _export(*_symbolic(), **keywords)
+    query, key, value = _symbolic()
+    for dims in ((ANY[0], ANY[1], ANY[2], H), (ANY[0], ANY[1], N, ANY[2])):
+        with pytest.raises(ValueError, match="query.shape=.* symbolic number of heads or head dim"):
+            _export(jax.ShapeDtypeStruct(dims, query.dtype), key, value)
+
+
+def test_arrays_of_custom_masks_need_a_length_of_at_least_two():
+    sizes = export.symbolic_shape("b, t, s", constraints=["t >= 2", "s >= 2"])
+    array = jax.ShapeDtypeStruct((sizes[1], 1), jnp.bool_)
+
+    def attend(q, k, v, array):
+        return pallas_fa.dot_product_attention(q, k, v, mask=Custom(lambda b, n, t, s, x: x, array))
+
+    assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), array).out_avals[0].shape == (*sizes[:2], N, H)
+
+
+@pytest.mark.parametrize("gradient", (False, True))
+def test_kernels_are_for_one_platform(gradient):
+    x = jax.ShapeDtypeStruct((1, 128, N, 64), jnp.bfloat16)
+    transformed = (
+        (lambda attend: jax.grad(lambda *x: attend(*x).sum().astype(jnp.float32))) if gradient else lambda f: f
+    )
+    with pytest.raises(NotImplementedError, match="several platforms at once, here cpu, cuda. .* implementation='xla'"):
+        _export(x, x, x, platforms=("cpu", "cuda"), transformed=transformed)
+    assert _export(x, x, x, platforms=("cpu", "cuda"), transformed=transformed, implementation="xla").platforms

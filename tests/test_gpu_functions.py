@@ -1,0 +1,95 @@
+"""The functions of `Custom` masks and scores on a GPU, where lowering alone proves nothing about results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+from jax import lax
+
+import pallas_fa
+from pallas_fa.backends.gpu import elementwise
+from tests.elementwise_kernel import run
+from tests.test_float_functions import ACCURATE, VALUES, line, worst
+from tests.test_kernel_functions import ARRAYS, CALLS, B, H, N, S, T
+from tests.test_kernel_operations import CLAIMED, dtypes_of_operands, function
+
+pytestmark = pytest.mark.gpu
+
+
+def in_kernel(fn, *args):
+    """`fn` of arrays of one size, by a kernel."""
+    count = args[0].size
+    tiles = [jnp.resize(jnp.asarray(x), (-(-count // 4096) * 64, 64)) for x in args]
+    return np.asarray(run(lambda *args: elementwise.inline(fn, *args), *tiles)).ravel()[:count]
+
+
+@pytest.mark.parametrize("name", ACCURATE)
+def test_errors_are_at_most_four_times_those_of_xla(name, record_property):
+    """Of XLA on this GPU, over the whole range."""
+    fn, truth, args = ACCURATE[name]
+    with np.errstate(all="ignore"):
+        want = truth(*(x.astype(np.float64) for x in args))
+    ours, theirs = worst(in_kernel(fn, *args), want), worst(jax.jit(fn)(*args), want)
+    record_property("errors", (ours, theirs))
+    assert ours <= 4 * max(theirs, 2.0**-24 if theirs else 0.0), (ours, theirs)
+
+
+# (the function, its truth, arguments, bound on the error, whether that is relative): approximations by the hardware.
+HARDWARE = {
+    "tanh": (jnp.tanh, np.tanh, line(-10, 10), 2.0**-10.9, True),
+    "sin": (jnp.sin, np.sin, line(-np.pi, np.pi), 2.0**-20, False),
+    "cos": (jnp.cos, np.cos, line(-np.pi, np.pi), 2.0**-20, False),
+    "sqrt": (jnp.sqrt, np.sqrt, line(1e-3, 1e6), 2.0**-22, True),
+    "rsqrt": (lax.rsqrt, lambda x: x**-0.5, line(1e-3, 1e6), 2.0**-22, True),
+    "logistic": (jax.nn.sigmoid, scipy.special.expit, line(-10, 80), 2.0**-19, True),
+}
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_approximations_keep_their_bounds(name, record_property):
+    fn, truth, x, bound, relative = HARDWARE[name]
+    want = truth(x.astype(np.float64))
+    error = worst(in_kernel(fn, x), want) if relative else float(abs(in_kernel(fn, x) - want).max())
+    record_property("error", error)
+    assert error <= bound
+
+
+@pytest.mark.parametrize("name", [name for name in CLAIMED if name not in HARDWARE])
+def test_special_values_are_those_of_xla(name):
+    """Of the dtypes that kernels compute in; subnormal numbers may be 0 in either."""
+    for dtypes in dtypes_of_operands(name, ("float32", "int32")):
+        args = [x.ravel() for x in np.meshgrid(*(VALUES["int32" if x == "bool" else x] for x in dtypes))]
+        args = [args[0] % 2, *args[1:]] if name == "select_n" else args
+
+        def first(*args, dtypes=dtypes):
+            args = [x.astype(dtype) for x, dtype in zip(args, dtypes, strict=True)]  # bools came as integers
+            return jax.tree.leaves(function(name)(*args))[0].astype(jnp.float32)
+
+        ours, theirs = in_kernel(first, *args), np.asarray(jax.jit(first)(*args))
+        normal = np.isnan(theirs) | (abs(theirs) > 1.2e-38)
+        np.testing.assert_allclose(ours[normal], theirs[normal], rtol=1e-5, err_msg=str(dtypes))
+        assert not (abs(ours[~normal]) > 1.2e-38).any()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_accurate(name):
+    """Whole kernels, forward and backward: at most twice the error of xla, against the same in float32."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((B, n, N, H)), jnp.bfloat16) for n in (T, S, S))
+    keywords, arrays = CALLS[name], jax.tree.map(jnp.asarray, ARRAYS)
+
+    def results(implementation, dtype):
+        def loss(q, k, v, arrays):
+            out = pallas_fa.dot_product_attention(q, k, v, implementation=implementation, **keywords(arrays))
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+        inputs = (x.astype(dtype) for x in (q, k, v))
+        gradients, out = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True, allow_int=True))(*inputs, arrays)
+        leaves = jax.tree.leaves((out, gradients))
+        return [np.asarray(x, np.float64) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    truth, xla, ours = results("reference", "float32"), results("xla", "bfloat16"), results("mosaic_gpu", "bfloat16")
+    for want, theirs, got in zip(truth, xla, ours, strict=True):
+        scale = abs(want).max()
+        assert abs(got - want).max() <= 2 * abs(theirs - want).max() + 2.0**-8 * scale, name
