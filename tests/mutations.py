@@ -31,6 +31,7 @@ INTERVALS = "tests/test_documents.py -k ranges"
 MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests/test_backward_kernel.py -k interpreted"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
+BLOCKS = "tests/test_block_masks.py"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -43,11 +44,11 @@ MUTATIONS = (
     Mutation("masks/base.py", "intervals.where(a < b, b, -UNBOUNDED)", "intervals.where(a < b, a, -UNBOUNDED)", MASKS),
     Mutation("masks/tile_ranges.py", "hit &= (bits & other_bits) != 0", "hit &= (bits & other_bits) == 0", MASKS),
     Mutation("masks/tile_ranges.py", "return first * block, end * block", "return (first + 1) * block, end * block", MASKS),
-    Mutation("masks/block_states.py", "jnp.minimum(i * q +", "jnp.minimum((i + 1) * q +", "tests/test_block_masks.py"),
+    Mutation("masks/block_states.py", "jnp.minimum(i * q +", "jnp.minimum((i + 1) * q +", BLOCKS),
     Mutation("masks/blocks.py", "hi - 1 + start) // block", "lo + start) // block", MASKS),
     Mutation("masks/blocks.py", "pool(jnp.min) == FULL", "pool(jnp.max) == FULL", MASKS),
-    Mutation("masks/block_bits.py", "i * self.counts[1] + j", "j * self.counts[1] + i", SCHEDULE),
-    Mutation("backends/gpu/visit_lists.py", "& kv, FULL, BOUNDARY)", "& kv, FULL, FULL)", FORWARD),
+    Mutation("masks/block_bits.py", "i * self.counts[1] + j", "j * self.counts[1] + i", BLOCKS),
+    Mutation("backends/gpu/visit_lists.py", "& kv, FULL, BOUNDARY)", "& kv, FULL, FULL)", BLOCKS),
     Mutation("backends/gpu/schedule.py", "last = (hi + block - 1) // block", "last = hi // block", SCHEDULE),
     Mutation("backends/gpu/schedule.py", "maximum((lo + block - 1) // block,", "maximum(lo // block,", SCHEDULE),
     Mutation("backends/gpu/schedule.py", "intervals.minimum(hi // block, last)", "last", SCHEDULE),

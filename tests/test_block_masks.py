@@ -14,7 +14,9 @@ from pallas_fa.backends.gpu import visit_lists
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_mask
 from pallas_fa.problem import normalise
+from tests.cases import Case
 from tests.lowering import kernels
+from tests.test_backward_kernel import is_right_and_free_of_races
 from tests.test_kernel_interpreted import interpreted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -140,6 +142,16 @@ def test_lists_have_boundary_tiles_first(descending, few, monkeypatch):
         assert counts.tolist() == [len(boundary), len(boundary) + len(full)]
         np.testing.assert_array_equal(listed[: counts[1]], [*boundary, *full])
         assert sorted(listed) == list(range(9)), "what an empty list starts with is a tile, too"
+
+
+def test_ragged_tiles_are_full_only_where_the_kernel_tests_no_end():
+    mask = normalise(*(jnp.zeros((1, 100, 1, 1)),) * 3, mask=BlockMask(np.ones((2, 2), bool), 64))[1].mask
+    for tails, want in (((True, False), [[2, 1], [2, 1]]), ((False, True), [[2, 2], [1, 1]])):
+        np.testing.assert_array_equal(visit_lists.tile_states(mask, (100, 100), (64, 64), tails)[0, 0], want)
+
+
+def test_the_interpreted_backward_kernel_is_right():
+    is_right_and_free_of_races(Case(113, 203, "blocks", "plain", "bfloat16", 2, 1, 128, 128, (1,)), {})
 
 
 def test_the_kernel_reads_no_values_of_empty_blocks():

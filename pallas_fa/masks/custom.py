@@ -20,7 +20,8 @@ class Custom(Mask):
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
     broadcastable, so it never indexes an argument; those of a 16-bit float dtype come as float32. `fn` may index an array
     that it closes over by b, n, t and s; the kernels can't do that. `ranges`: a mask known to allow all that `fn` allows;
-    only its ranges are used, to skip tiles (without it every tile is visited).
+    only its ranges are used, to skip tiles (without it every tile is visited), or its blocks, if it is or holds a
+    `BlockMask`.
 
     A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not bool.
     """
@@ -34,7 +35,7 @@ class Custom(Mask):
             raise TypeError(f"fn={fn!r} must be a function fn(b, n, t, s, *slices) -> bool.")
         if ranges is not None and not isinstance(ranges, Mask):
             raise TypeError(
-                f"ranges={ranges!r} must be a Mask that contains this one, such as Window(128, 0), or None."
+                f"ranges={ranges!r} must be a Mask that contains this one, such as Window(128, 0) or a BlockMask, or None."
             )
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", tuple(_as_array("arrays", x) for x in arrays))
