@@ -13,6 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+# Where a partitioned function is inlined, XLA of jaxlib 0.11.2 may follow the stack frames of its operations in a circle,
+# for ever (docs/sharding.md). It depends on the lines of the callers; without frames there is no circle.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 # No deadlines: the first call of a shape compiles. Deterministic: what CI saw can be seen again.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("default")
