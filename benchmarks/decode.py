@@ -75,6 +75,7 @@ STEPS = {
 def attend(name: str, step: Step, config: Any) -> Callable[[Any, Any, Any], Any]:
     """Returns a function (q, k, v) -> out of an implementation."""
     library, _, backend = name.partition(":")
+    peer: Any = jax.nn.dot_product_attention  # takes any name, and says which it knows
     lengths = None if step.length is None else jnp.full((step.B,), step.length, jnp.int32)
     if library == "jax.nn":
         if step.T > 1:
@@ -82,9 +83,7 @@ def attend(name: str, step: Step, config: Any) -> Callable[[Any, Any, Any], Any]
         window = None if step.window is None else (step.window - 1, 0)
         if window:
             raise NotImplementedError("jax.nn counts a window from key 0")
-        return lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=lengths, implementation=backend
-        )
+        return lambda q, k, v: peer(q, k, v, key_value_seq_lengths=lengths, implementation=backend)
     mask = masks.Causal(align="bottom_right") if step.T > 1 or step.window else None
     if step.window:
         assert mask is not None and step.length is not None
@@ -148,7 +147,9 @@ def measure(name: str, step: Step, candidates: dict[str, Any], rounds: int) -> l
     repeats = max(2, int(0.02 / estimate))
     rows, programs = [], {}
     for label, (implementation, config) in candidates.items():
-        row = dict(suite="decode", workload=name, implementation=label, **dataclasses.asdict(step), bytes=step.bytes)
+        row: dict[str, Any] = dict(
+            suite="decode", workload=name, implementation=label, **dataclasses.asdict(step), bytes=step.bytes
+        )
         row["caches"] = len(caches)
         rows.append(row)
         try:
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     run = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    about = dict(run=run, device=machine.device_kind(), versions=machine.versions(), commit=args.commit)
+    about: dict[str, Any] = dict(run=run, device=machine.device_kind(), versions=machine.versions(), commit=args.commit)
     about["copy_bytes_per_s"] = copy_rate()
     print(f"copy: {about['copy_bytes_per_s'] / 1e12:.2f} TB/s")
     candidates = {}

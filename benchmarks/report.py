@@ -97,7 +97,7 @@ def _decode(found: Sequence[Row]) -> list[str]:
 
 def _decode_step(row: Row | None, ours: Row) -> str:
     if row is None or row.get("error"):
-        return labels.reason(row and row.get("error"))
+        return labels.reason(row.get("error") if row else None)
     ratio = row["us"] / ours["us"]
     text = f"{row['us']:.1f} ({row['of_memory']:.0%})"
     return text if row is ours else slower(f"{text} ({ratio:.2f}x)", ratio)

@@ -94,7 +94,7 @@ def test_forms_of_masks_are_run_where_there_is_a_mask():
         assert applies == {"causal", "window", "documents", "relative", "neighbours"}
     assert all(parse(name).applies(w) for w in _SMALL for name in ("jax.nn:xla", "pallas_fa:xla+deterministic"))
     groups = run.programs_of(_SMALL, ["forward", "backward"], [parse("jax.nn:xla+bias"), parse("pallas_fa:xla")])
-    assert [len(group) for group in groups] == [2] * 6 + [1] * 6 + [2] * 2
+    assert [len(group) for group in groups] == [2] * 6 + [1] * 6 + [2] * 4
     assert not run.programs_of(_SMALL[3:6], ["forward"], [parse("jax.nn:xla+bias")])
 
 
