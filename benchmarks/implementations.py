@@ -56,6 +56,8 @@ class Implementation:
         """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
         if self.form == "intervals":
+            if w.pattern:
+                raise NotImplementedError("a pattern is no interval of keys for each query")
             from pallas_fa.masks import KeyIntervals
 
             return {

@@ -84,6 +84,7 @@ _LACKS = {
     },
     ("bias", "jax.nn:xla+bias"): (NotImplementedError, "takes the place of a mask"),
     ("relative", "jax.nn:xla+bias"): (NotImplementedError, "takes the place of a mask"),
+    ("neighbours", "pallas_fa:xla+intervals"): (NotImplementedError, "no interval of keys"),
 }
 
 
