@@ -83,15 +83,12 @@ def _sides(window, is_causal, batch):
     sides = []
     for i, side in enumerate(window or (None, None)):
         side = check_side(f"window[{i}]", side)
-        side = _UNBOUNDED if side is None else side
+        side = offsets.LIMIT if side is None else side
         side = offsets.as_int32(side if is_array(side) else np.asarray(side))
         if side.ndim and side.shape != batch:
             raise ValueError(f"window[{i}].shape={side.shape} must be [] or [*B] = {batch}. Use jnp.broadcast_to.")
-        sides.append(jnp.broadcast_to(jnp.clip(side, -_UNBOUNDED, _UNBOUNDED), batch))
+        sides.append(jnp.broadcast_to(jnp.clip(side, -offsets.LIMIT, offsets.LIMIT), batch))
     return sides[0], jnp.minimum(sides[1], 0) if is_causal else sides[1]
-
-
-_UNBOUNDED = 2**29  # past every position, and small enough to add to two positions in int32
 
 
 @functools.partial(jax.jit, static_argnums=4, inline=True)

@@ -12,7 +12,7 @@ from pallas_fa.operands.intervals import UNBOUNDED, array_module
 from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
 
 Align = Literal["top_left", "bottom_right"]
-_LIMIT = UNBOUNDED // 2  # more than any distance between positions; fits int32 with a position and a window added
+LIMIT = UNBOUNDED // 2  # more than any distance between positions; fits int32 with a position and a window added
 
 
 def check(name: str, x: Any) -> Any:
@@ -20,7 +20,7 @@ def check(name: str, x: Any) -> Any:
     if is_static_number(x):
         if not is_static_int(x):
             raise TypeError(f"{name}={x!r} must be an int or an int array.")
-        return max(-_LIMIT, min(_LIMIT, int(x)))
+        return max(-LIMIT, min(LIMIT, int(x)))
     return int_array(name, x)
 
 
@@ -34,7 +34,7 @@ def bind(name: str, x: Any, dims: Dims) -> Any:
     """Returns a checked distance for one call: an int (or None), or int32 [B|1, N|1, 1, 1]."""
     if not is_array(x):
         return x
-    return jnp.clip(per_sequence(name, x, dims), -_LIMIT, _LIMIT)
+    return jnp.clip(per_sequence(name, x, dims), -LIMIT, LIMIT)
 
 
 def bind_aligned(offset: Any, align: Align, dims: Dims, lengths: Any) -> Any:

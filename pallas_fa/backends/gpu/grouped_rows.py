@@ -7,7 +7,6 @@ together in memory, [B, K, rows, H]: with one query, that is how the heads lie a
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax import lax
 from pallas_fa.masks.base import And, Mask, all_of, parts_of
 from pallas_fa.masks.lengths import Lengths, lengths_of
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.intervals import Range
+from pallas_fa.operands.intervals import UNBOUNDED, Range
 from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.scores.base import Score
@@ -56,28 +55,9 @@ def has_rows(problem: Problem) -> bool:
     return not by_head and all(len(x.shape) == 4 for x in jax.tree.leaves((problem.score, problem.mask)))
 
 
-def ask(question: Callable[[Any, Any], Range], group: int) -> Callable[[Any, Any], Range]:
-    """Returns a range question of the mask of a call, such as `mask.kv_range`, as one about rows: [B|1, K|1, tiles]."""
-    is_full = question.__name__.startswith("full")
-    reduce_lo, reduce_hi = (jnp.max, jnp.min) if is_full else (jnp.min, jnp.max)
-
-    def by_key_head(x, reduce):
-        if jnp.ndim(x) < 3 or x.shape[1] == 1:
-            return x
-        return reduce(x.reshape(x.shape[0], -1, group, x.shape[2]), axis=2)
-
-    def asked(lo, hi):
-        a, b = question(*_queries(lo, hi, group))
-        if not is_full and any(jnp.ndim(x) == 3 for x in (a, b)):  # an empty range must not widen the hull
-            a, b = jnp.broadcast_arrays(a, b)
-            a, b = jnp.where(a < b, a, 2**30), jnp.where(a < b, b, -(2**30))
-        return by_key_head(a, reduce_lo), by_key_head(b, reduce_hi)
-
-    return asked
-
-
-def _queries(lo, hi, group):
-    return lo // group, (hi - 1) // group + 1
+def visited(problem: Problem, mask: Mask) -> Mask:
+    """Returns a mask that answers range questions about rows, from the bound mask of the call: [B|1, K|1, tiles]."""
+    return _GroupedMask(mask, problem.group)
 
 
 def _array(x, T, group):
@@ -113,7 +93,7 @@ def _head_and_query(n, row, group):
 
 @dataclasses.dataclass(frozen=True)
 class _GroupedMask(Mask):
-    """A bound mask whose arrays are already by rows."""
+    """A bound mask whose arrays are already by rows; or for range questions alone, still by query heads."""
 
     mask: Mask
     group: int
@@ -122,10 +102,20 @@ class _GroupedMask(Mask):
         return self.mask.allowed(b, *_head_and_query(n, t, self.group), s)
 
     def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
-        return self.mask.kv_range(*_queries(t_lo, t_hi, self.group))
+        lo, hi = self.mask.kv_range(t_lo // self.group, (t_hi - 1) // self.group + 1)
+        if any(jnp.ndim(x) == 3 for x in (lo, hi)):  # an empty range must not widen the hull
+            lo, hi = jnp.broadcast_arrays(lo, hi)
+            lo, hi = jnp.where(lo < hi, lo, UNBOUNDED), jnp.where(lo < hi, hi, -UNBOUNDED)
+        return self._by_key_head(lo, jnp.min), self._by_key_head(hi, jnp.max)
 
     def full_kv_range(self, t_lo: Any, t_hi: Any) -> Range:
-        return self.mask.full_kv_range(*_queries(t_lo, t_hi, self.group))
+        lo, hi = self.mask.full_kv_range(t_lo // self.group, (t_hi - 1) // self.group + 1)
+        return self._by_key_head(lo, jnp.max), self._by_key_head(hi, jnp.min)
+
+    def _by_key_head(self, x, reduce):
+        if jnp.ndim(x) < 3 or x.shape[1] == 1:
+            return x
+        return reduce(x.reshape(x.shape[0], -1, self.group, x.shape[2]), axis=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.backends.gpu import grouped_rows, schedule
+from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.decode.choose import choose
 from pallas_fa.backends.hopper.forward.forward import run, visit_table
@@ -25,10 +25,11 @@ def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = 
     sinks, operands = operands.sinks, operands._replace(sinks=None)
     problem = dataclasses.replace(problem, sinks=None)
     plan = choose(problem, gpu, interpret)
-    visits = (
-        _visits_of_rows(plan, operands.mask, problem.group) if plan.rows_first else visit_table(plan, operands.mask)
-    )
-    out, lse = run(plan, grouped_rows.of_operands(problem, operands) if plan.rows_first else operands, visits)
+    rows, visited = operands, operands.mask
+    if plan.rows_first:
+        rows = grouped_rows.of_operands(problem, operands)
+        visited = None if visited is None else grouped_rows.visited(problem, visited)
+    out, lse = run(plan, rows, visit_table(plan, visited))
     lse = lse[:, :, : plan.problem.dims.T]
     # In the order of the rows, so that XLA reorders the sum and not each part.
     out, lse = _merged(out, lse if plan.query_layout == "BNTH" else jnp.swapaxes(lse, 1, 2), plan.config.kv_splits)
@@ -47,13 +48,3 @@ def _merged(out, lse, splits):
     One part is added after the other, which XLA does in one GPU kernel or two; reductions over the parts would be three.
     """
     return merge(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits))) if splits > 1 else (out, lse)
-
-
-def _visits_of_rows(plan, mask, group):
-    """The visit table of the rows, from the mask of the call; None where the mask has no arrays."""
-    if mask is None or not plan.visit_table:
-        return None
-    config, dims = plan.config, plan.problem.dims
-    ask, ask_full = (grouped_rows.ask(question, group) for question in (mask.kv_range, mask.full_kv_range))
-    found = schedule.visits_of_blocks(ask, ask_full, config.block_q, dims.T, dims.S, config.block_kv)
-    return schedule.table(found, plan.blocks.count, plan.blocks.count)
