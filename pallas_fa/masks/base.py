@@ -134,10 +134,25 @@ class Mask(Node):
 
 
 @dataclasses.dataclass(frozen=True)
-class And(Mask):
-    """Allowed by every part; written `a & b`."""
+class _Composed(Mask):
+    """What `And` and `Or` have in common."""
 
     parts: tuple[Mask, ...]
+
+    def moved(self, part: Part) -> Mask:
+        return type(self)(tuple(each.moved(part) for each in self.parts))
+
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
+        return type(self)(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(part.has_blocks for part in self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class And(_Composed):
+    """Allowed by every part; written `a & b`."""
 
     def bind(self, dims: Dims, lengths: Any) -> Mask:
         parts = [part.bind(dims, lengths) for part in self.parts]
@@ -145,18 +160,8 @@ class And(Mask):
             parts = join(parts) if join else parts
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
-    def moved(self, part: Part) -> Mask:
-        return And(tuple(each.moved(part) for each in self.parts))
-
     def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         return intervals.minimum(*(part.tile_states(queries, keys) for part in self.parts))
-
-    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
-        return And(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
-
-    @property
-    def has_blocks(self) -> bool:
-        return any(part.has_blocks for part in self.parts)
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         result = self.parts[0].allowed(b, n, t, s)
@@ -182,26 +187,14 @@ class And(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class Or(Mask):
+class Or(_Composed):
     """Allowed by any part; written `a | b`."""
-
-    parts: tuple[Mask, ...]
 
     def bind(self, dims: Dims, lengths: Any) -> Mask:
         return Or(tuple(part.bind(dims, lengths) for part in self.parts))
 
-    def moved(self, part: Part) -> Mask:
-        return Or(tuple(each.moved(part) for each in self.parts))
-
     def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         return intervals.maximum(*(part.tile_states(queries, keys) for part in self.parts))
-
-    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
-        return Or(tuple(part.in_tiles(sizes, tiles) for part in self.parts))
-
-    @property
-    def has_blocks(self) -> bool:
-        return any(part.has_blocks for part in self.parts)
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         result = self.parts[0].allowed(b, n, t, s)
