@@ -11,10 +11,9 @@ the cache's bytes within the lengths and the window a second read, and what part
 import argparse
 import dataclasses
 import datetime
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallas_fa
-from benchmarks import machine
+from benchmarks import command, machine, row_file
+from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
+from benchmarks.rows import Row
 from pallas_fa import masks
 
 MEMORY_BYTES_PER_S = 4.8e12  # of an H200
+_IMPLEMENTATIONS = "pallas_fa:None", "jax.nn:cudnn", "jax.nn:xla"
 _CACHE_BYTES = 256 * 2**20  # keys and values of all sets in turn: several times what a GPU's L2 cache holds
 
 
@@ -72,16 +74,15 @@ STEPS = {
 }
 
 
-def attend(name: str, step: Step, config: Any) -> Callable[[Any, Any, Any], Any]:
+def attend(implementation: Implementation, step: Step) -> Callable[[Any, Any, Any], Any]:
     """Returns a function (q, k, v) -> out of an implementation."""
-    library, _, backend = name.partition(":")
+    backend = implementation.backend
     peer: Any = jax.nn.dot_product_attention  # takes any name, and says which it knows
     lengths = None if step.length is None else jnp.full((step.B,), step.length, jnp.int32)
-    if library == "jax.nn":
+    if implementation.library == "jax.nn":
         if step.T > 1:
             raise NotImplementedError("jax.nn has no bottom-right alignment")
-        window = None if step.window is None else (step.window - 1, 0)
-        if window:
+        if step.window:
             raise NotImplementedError("jax.nn counts a window from key 0")
         return lambda q, k, v: peer(q, k, v, key_value_seq_lengths=lengths, implementation=backend)
     mask = masks.Causal(align="bottom_right") if step.T > 1 or step.window else None
@@ -89,7 +90,7 @@ def attend(name: str, step: Step, config: Any) -> Callable[[Any, Any, Any], Any]
         assert mask is not None and step.length is not None
         mask = mask & masks.Window(step.window - 1, None, offset=jnp.full((step.B,), step.length - step.T, jnp.int32))
     return lambda q, k, v: pallas_fa.dot_product_attention(
-        q, k, v, mask=mask, key_value_seq_lengths=lengths, implementation=backend, config=config
+        q, k, v, mask=mask, key_value_seq_lengths=lengths, implementation=backend, config=implementation.config
     )
 
 
@@ -123,7 +124,7 @@ def error_of(fn: Callable[[Any, Any, Any], Any], step: Step, q: Any, k: Any, v: 
     """Returns the largest error of the first sequence over the largest element of the truth, the definition in float32."""
     out = fn(q, k, v)[:1].astype(jnp.float32)
     one = dataclasses.replace(step, B=1)
-    truth = attend("pallas_fa:reference", one, None)(*(x[:1].astype(jnp.float32) for x in (q, k, v)))
+    truth = attend(parse("pallas_fa:reference"), one)(*(x[:1].astype(jnp.float32) for x in (q, k, v)))
     return float(jnp.abs(out - truth).max() / jnp.abs(truth).max())
 
 
@@ -140,38 +141,44 @@ def copy_rate() -> float:
     return 2 * x.nbytes / min(samples)
 
 
-def measure(name: str, step: Step, candidates: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """Returns a row for each of the implementations, timed in turn."""
+def measure(
+    name: str, step: Step, candidates: dict[str, Implementation], rounds: int, about: dict[str, Any]
+) -> list[Row]:
+    """Returns a row for each of the implementations, timed in turn; `about` is what all rows say."""
     q, caches = caches_of(step)
     estimate = max(step.bytes / 2.5e12, 5e-6) * len(caches)
     repeats = max(2, int(0.02 / estimate))
-    rows, programs = [], {}
-    for label, (implementation, config) in candidates.items():
-        row: dict[str, Any] = dict(
-            suite="decode", workload=name, implementation=label, **dataclasses.asdict(step), bytes=step.bytes
-        )
-        row["caches"] = len(caches)
-        rows.append(row)
+    rows: dict[str, Row] = {}
+    programs = {}
+    for label, implementation in candidates.items():
+        row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(step)
+        rows[label] = row | dict(bytes=step.bytes, caches=len(caches))
         try:
-            fn = attend(implementation, step, config)
-            row["max_error"] = error_of(jax.jit(fn), step, q, *caches[0])
+            fn = attend(implementation, step)
+            rows[label]["max_error"] = error_of(jax.jit(fn), step, q, *caches[0])
             program = chained(fn, repeats).lower(q, caches).compile()
             jax.block_until_ready(program(q, caches))
             programs[label] = program
         except Exception as error:  # what a library raises is this row's result
-            row["error"] = error_text(error)
+            rows[label]["error"] = error_text(error)
     samples = {label: [] for label in programs}
     for _ in range(rounds):
         for label, program in programs.items():
             start = time.perf_counter()
             jax.block_until_ready(program(q, caches))
             samples[label].append((time.perf_counter() - start) / (repeats * len(caches)))
-    for row in rows:
-        if row["implementation"] in samples:
-            seconds = statistics.median(samples[row["implementation"]])
-            rate = step.bytes / seconds
-            row |= dict(us=seconds * 1e6, bytes_per_s=rate, of_memory=rate / MEMORY_BYTES_PER_S)
-    return rows
+    for label, seconds in samples.items():
+        rate = step.bytes / statistics.median(seconds)
+        rows[label] |= dict(p50_ms=statistics.median(seconds) * 1e3, of_memory=rate / MEMORY_BYTES_PER_S)
+    return list(rows.values())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text."""
+    told = lambda row: (
+        row["error"] or f"{row['p50_ms'] * 1e3:9.1f} us {row['of_memory']:6.1%}  error {row['max_error']:.4f}"
+    )
+    return "\n".join(f"{row['workload']:22} {row['implementation']:22} {told(row)[:110]}" for row in rows)
 
 
 def _tiles(text):
@@ -179,37 +186,30 @@ def _tiles(text):
 
     wgs, block_kv, stages, splits = map(int, text.split(","))
     forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits)
-    return f"tiles {text}", ("pallas_fa:mosaic_gpu", Config(forward))
+    return f"tiles {text}", Implementation("pallas_fa", "mosaic_gpu", "", Config(forward))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME")
-    default = ["pallas_fa:None", "jax.nn:cudnn", "jax.nn:xla"]
-    parser.add_argument("--implementations", nargs="+", default=default, metavar="NAME")
+    command.add_implementations(parser)
     parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=command.positive, default=7)
     parser.add_argument("--commit", default=machine.commit())
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "decode.jsonl")
     args = parser.parse_args()
-    run = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    about: dict[str, Any] = dict(run=run, device=machine.device_kind(), versions=machine.versions(), commit=args.commit)
-    about["copy_bytes_per_s"] = copy_rate()
-    print(f"copy: {about['copy_bytes_per_s'] / 1e12:.2f} TB/s")
-    candidates = {}
-    for name in args.implementations:
-        library, _, backend = name.partition(":")
-        candidates[name] = (name, None) if backend != "None" else (f"{library}:mosaic_gpu", None)
-    candidates |= dict(args.tiles)
-    rows = []
-    for name in args.rows:
-        for row in measure(name, STEPS[name], candidates, args.rounds):
-            rows.append(row | about)
-            told = row.get("error") or f"{row['us']:9.1f} us {row['of_memory']:6.1%}  error {row['max_error']:.4f}"
-            print(f"{name:22} {row['implementation']:22} {told[:110]}", flush=True)
-    if args.out:
-        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
+    about: dict[str, Any] = dict(
+        suite="decode",
+        run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        device=machine.device_kind(),
+        versions=machine.versions(),
+        commit=args.commit,
+        copy_bytes_per_s=copy_rate(),
+    )
+    produced = (row for name in args.rows for row in measure(name, STEPS[name], candidates, args.rounds, about))
+    command.carry_out(produced, args.out, table, plot=False)
 
 
 if __name__ == "__main__":
-    main()
+    command.start(main)

@@ -96,10 +96,10 @@ def _decode(found: Sequence[Row]) -> list[str]:
 
 
 def _decode_step(row: Row | None, ours: Row) -> str:
-    if row is None or row.get("error"):
-        return labels.reason(row.get("error") if row else None)
-    ratio = row["us"] / ours["us"]
-    text = f"{row['us']:.1f} ({row['of_memory']:.0%})"
+    if row is None or not has_time(row):
+        return labels.reason(row["error"] if row else None)
+    ratio = row["p50_ms"] / ours["p50_ms"]
+    text = f"{row['p50_ms'] * 1e3:.1f} ({row['of_memory']:.0%})"
     return text if row is ours else slower(f"{text} ({ratio:.2f}x)", ratio)
 
 
