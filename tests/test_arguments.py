@@ -56,13 +56,6 @@ def test_none_is_what_is_not_given():
     np.testing.assert_array_equal(out, pallas_fa.dot_product_attention(X, X, X))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS[:3], ids=lambda f: f.__name__)
-def test_dropout_is_refused_where_there_is_none(function):
-    keywords = {} if function is pallas_fa.dot_product_attention else {"axis_name": "ring", "placement": "zigzag"}
-    with pytest.raises((NotImplementedError, ValueError), match="attention_fn=pallas_fa.nn.attention_fn|axis_name="):
-        function(X, X, X, dropout_rate=0.1, **keywords)
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     (

@@ -54,6 +54,7 @@ _LINEAR = {
         "mask": masks.Segments(jnp.zeros(T, int), jnp.zeros(T, int)),
         "score": scores.Alibi(jnp.ones(8)),
     },
+    "dropout": lambda T: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
 }
 
 

@@ -20,7 +20,6 @@ class Support(NamedTuple):
 
 
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
-NO_DROPOUT = "it has no dropout yet (set dropout_rate=0, or let 'reference' do it with the T x S weights in memory)"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,13 +89,14 @@ class DeviceShard:
         start = {x: lax.axis_index(axes[x]) * size[x] if axes[x] else 0 for x in whole}
 
         part = Part((start["B"], start["N"], start["T"], 0), (size["B"], size["N"], size["T"], dims.S))
-        score, mask = (x if x is None else x.moved(part) for x in (operands.score, operands.mask))
+        bound = operands.score, operands.mask, operands.dropout
+        score, mask, dropout = (x if x is None else x.moved(part) for x in bound)
         k, v, heads = operands.k, operands.v, None
         if axes["K"] != axes["N"]:  # this device holds key heads that its query heads do not read
             run_length = math.gcd(problem.group, size["N"])  # consecutive query heads that read one key head
             heads = (start["N"] + run_length * jnp.arange(size["N"] // run_length)) // problem.group - start["K"]
             k, v = (jnp.take(x, heads, axis=2, mode="clip") for x in (k, v))  # all are in range
-        local = operands._replace(k=k, v=v, score=score, mask=mask)
+        local = operands._replace(k=k, v=v, score=score, mask=mask, dropout=dropout)
         first = first._replace(operands=local) if isinstance(first, Residuals) else local
         local_results = kernel(problem.with_operands(local), first, *rest)
         return [

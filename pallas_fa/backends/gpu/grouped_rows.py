@@ -21,7 +21,7 @@ from pallas_fa.scores.base import Score
 
 def of_operands(operands: Operands, group: int) -> Operands:
     """Returns operands whose queries are rows: q [B, T * group, K, H], arrays [B|1, K|1, T * group|1, S|1]; no sinks."""
-    q, k, v, score, mask, _ = operands
+    q, k, v, score, mask = operands[:5]
     B, T, N, H = q.shape
     rows = jnp.swapaxes(q.reshape(B, T, N // group, group, H), 2, 3).reshape(B, T * group, N // group, H)
     score, mask = jax.tree.map(lambda x: _array(x, T, group), (score, mask))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.record import NO_DROPOUT, Support
+from pallas_fa.backends.record import Support
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
@@ -17,8 +17,8 @@ _MAX_HEAD_DIM = 256
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
-    if problem.dropout_rate:
-        return Support.neither(NO_DROPOUT)
+    if problem.dropout is not None:
+        return Support.neither("it has no dropout yet")
     reason = _why_no_forward(problem, gpu)
     if reason:
         return Support.neither(reason)

@@ -5,13 +5,11 @@ Its code is imported when it first runs.
 
 from typing import Any
 
-from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support
+from pallas_fa.backends.record import NO_TILES, Backend, Support
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
-    if problem.dropout_rate:
-        return Support.neither(NO_DROPOUT)
     return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
 
 

@@ -61,7 +61,7 @@ def backward(
 
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
-    q, k, v, score, mask, _ = residuals.operands
+    q, k, v, score, mask = residuals.operands[:5]
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them

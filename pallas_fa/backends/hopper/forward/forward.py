@@ -53,7 +53,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 
     `out` is [B, T, N, Hv], or [B * kv_splits, T, N, Hv] in float32. `visits`: the visit table, if the plan has one.
     """
-    q, k, v, score, mask, sinks = operands
+    q, k, v, score, mask, sinks = operands[:6]
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, mask)
     if visits is not None:
