@@ -65,6 +65,11 @@ CASES = {
         dataclasses.replace(BASE, mask="causal", score="soft_cap", sinks="batch"),
         PAIRED,
     ),
+    "dropout, causal": (dataclasses.replace(BASE, T=200, N=4, mask="causal", batch=(2,), dropout=0.3), THREE),
+    "dropout, everything": (
+        dataclasses.replace(BASE, mask="segments", score="everything", sinks="heads", dropout=0.3),
+        PAIRS_PING_PONG,
+    ),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 

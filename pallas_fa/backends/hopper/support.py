@@ -17,11 +17,11 @@ _MAX_HEAD_DIM = 256
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
-    if problem.dropout is not None:
-        return Support.neither("it has no dropout yet")
     reason = _why_no_forward(problem, gpu)
     if reason:
         return Support.neither(reason)
+    if problem.dropout is not None:
+        return Support(None, "its backward kernel has no dropout yet")
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     return Support(None, why_no_backward(problem, gpu))
@@ -39,6 +39,8 @@ def _why_no_forward(problem, gpu):
         return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
+    if problem.dropout is not None and not problem.dropout.aligned:
+        return "dropout of a shard whose positions start at no multiple of 16"
     return _config_reason(problem) or _functions_reason(problem) or _arrays_reason(problem, gpu)
 
 

@@ -36,6 +36,8 @@ def store(
     empty = total == 0
     factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
     lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
+    if plan.problem.dropout is not None:
+        factor = factor * plan.problem.dropout.scale
     if sink is not None:
         lse, keys_share = _with_sink(lse, jnp.broadcast_to(sink, lse.shape))
         factor = factor * keys_share

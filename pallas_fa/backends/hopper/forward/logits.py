@@ -36,7 +36,7 @@ class Logits:
             return with_positive_factor(x, factor)
         score, mask = self._arrays(x.shape, i, is_boundary)
         t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
-        s = (self.steps.last - i) * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        s = self.first_key(i) + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
         if problem.score is not None:
             apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
             x, factor = elementwise.inline_times(apply, x, t, s, score)
@@ -48,6 +48,10 @@ class Logits:
                 allowed = elementwise.inline(lambda t, s, mask: mask.allowed(block.b, block.n, t, s), t, s, mask)
                 x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
         return x, factor
+
+    def first_key(self, i: Any) -> Any:
+        """Returns the first key of step i."""
+        return (self.steps.last - i) * self.plan.config.block_kv
 
     def array_slot(self, i: Any) -> Any:
         """Returns the slot of the rings of arrays that step i uses."""
