@@ -20,8 +20,6 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     reason = _why_no_forward(problem, gpu)
     if reason:
         return Support.neither(reason)
-    if problem.dropout is not None:
-        return Support(None, "its backward kernel has no dropout yet")
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     return Support(None, why_no_backward(problem, gpu))
