@@ -3,8 +3,8 @@
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array.
-Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks: it is
-what the call with them is compared with.
+Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks and dropout:
+it is what the call with them is compared with.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Implementation:
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
         if self.form == "without":
-            return workload.sinks
+            return workload.sinks or workload.dropout > 0
         masked = workload.causal or bool(workload.window or workload.documents)
         return masked or self.form not in MASK_FORMS
 
@@ -76,6 +76,10 @@ class Implementation:
             raise NotImplementedError(f"{self.library} has no sinks")
         if w.sinks and self.form != "without":
             kwargs["sinks"] = arrays["sinks"]
+        if w.dropout and self.library != "pallas_fa":
+            raise NotImplementedError(f"{self.library} has no dropout")
+        if w.dropout and self.form != "without":
+            kwargs |= {"dropout_rate": w.dropout, "dropout_key": w.dropout_key()}
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
         if self.form not in MASK_FORMS:

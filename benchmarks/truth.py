@@ -1,4 +1,4 @@
-"""Float64 truth for a slice of a workload, written apart from the library, and the errors against it.
+"""Float64 truth for a slice of a workload, written apart from the library (but for the bits of dropout), and the errors.
 
 The slice is the last key head with its group of query heads, of the last batch entry; of every entry where there is a
 bias or sinks, whose gradients are sums over them. All query rows are computed where that is affordable, which gives every
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.workloads import Workload
+from pallas_fa.softmax.dropout import Dropout
 
 _BLOCK = 2**22  # logits in flight
 _ROWS = 64  # query rows that are checked where all of them would be too many
@@ -72,13 +73,26 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     bias = _cut(w, rows, "bias", arrays["bias"]) if w.bias else None
     sinks = _cut(w, rows, "sinks", arrays["sinks"]) if w.sinks else jnp.full(group, -jnp.inf)
     lo, hi = (np.broadcast_to(x, (w.B, w.T))[-b:, rows] for x in w.bounds())
+    dropout = Dropout.of(jnp.asarray(w.dropout_key()), w.dropout, w.B, w.N, broadcast=False)
+    seeds = None if dropout is None else tuple(x[-b:, -group:] for x in dropout.seeds)
     parts = []
     with jax.enable_x64(True):
         k, v = (jnp.asarray(x).astype(jnp.float64) for x in (k, v))
         for i in starts:
             cut = slice(i, i + per_block)
             bias_i = None if bias is None else jnp.moveaxis(bias[cut], 0, 1)
-            part = _rows(w.soft_cap, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut])
+            part = _rows(
+                w.soft_cap,
+                q[:, cut],
+                k,
+                v,
+                do[:, cut],
+                bias_i,
+                sinks,
+                lo[:, cut],
+                hi[:, cut],
+                _multipliers(dropout, seeds, rows[cut], w.S),
+            )
             parts.append({name: np.asarray(x) for name, x in part.items()})
     values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
     if whole:
@@ -89,11 +103,22 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     return Truth(w, rows, values)
 
 
+def _multipliers(dropout, seeds, rows, S):
+    """What dropout multiplies probabilities by, [b, G, rows, S]; the bits are the library's, and tested there."""
+    if dropout is None:
+        return 1.0
+    keeps = dataclasses.replace(dropout, seeds=seeds).keeps(
+        jnp.asarray(rows, jnp.int32)[:, None], jnp.arange(S)[None, :]
+    )
+    return keeps * dropout.scale
+
+
 @jax.jit(static_argnums=0)
-def _rows(soft_cap, q, k, v, d_out, bias, sinks, lo, hi):
+def _rows(soft_cap, q, k, v, d_out, bias, sinks, lo, hi, dropout):
     """Returns outputs and gradients.
 
-    q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t].
+    q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t], dropout
+    [b, G, t, S] or 1.
     """
     q, d_out = (x.astype(jnp.float64) for x in (q, d_out))
     scale = q.shape[-1] ** -0.5
@@ -110,14 +135,14 @@ def _rows(soft_cap, q, k, v, d_out, bias, sinks, lo, hi):
     with_sinks = jnp.append(jnp.where(ok, x, -jnp.inf), sinks, axis=-1)
     p = jnp.where(with_sinks > -jnp.inf, jax.nn.softmax(with_sinks, axis=-1, where=with_sinks > -jnp.inf), 0)
     p, p_sinks = p[..., :-1], p[..., -1]
-    dp = jnp.einsum("btgh,bsh->bgts", d_out, v)
+    dp = jnp.einsum("btgh,bsh->bgts", d_out, v) * dropout
     delta = jnp.sum(p * dp, axis=-1)
     ds = p * (dp - delta[..., None]) * slope
     results = {
-        "out": jnp.einsum("bgts,bsh->btgh", p, v),
+        "out": jnp.einsum("bgts,bsh->btgh", p * dropout, v),
         "query": scale * jnp.einsum("bgts,bsh->btgh", ds, k),
         "key": scale * jnp.einsum("bgts,btgh->bsh", ds, q),
-        "value": jnp.einsum("bgts,btgh->bsh", p, d_out),
+        "value": jnp.einsum("bgts,btgh->bsh", p * dropout, d_out),
         "sinks": -jnp.sum(p_sinks * delta, axis=(0, 2)),
     }
     return results if bias is None else results | {"bias": jnp.swapaxes(ds.sum(axis=0), 0, 1)}

@@ -34,6 +34,7 @@ class Workload:
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
+    dropout: float = 0.0  # the rate; the key is that of `dropout_key`
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
     timed: bool = True  # False: compiled for its memory only
     series: str = ""  # workloads of one series differ in S only: the lines of the plot
@@ -49,6 +50,7 @@ class Workload:
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
         words += [f"bias({self.bias})"] if self.bias else []
         words += ["sinks"] if self.sinks else []
+        words += [f"dropout({self.dropout:g})"] if self.dropout else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -95,6 +97,10 @@ class Workload:
             shapes["bias"] = bias
         arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
         return arrays | ({"sinks": jax.ShapeDtypeStruct((self.N,), jnp.dtype(jnp.float32))} if self.sinks else {})
+
+    def dropout_key(self) -> np.ndarray:
+        """A raw key."""
+        return np.array([17, 42], np.uint32)
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.B, self.T, self.N, self.Hv), jnp.dtype(self.dtype))
@@ -218,6 +224,14 @@ def _operands() -> list[Workload]:
             provenance="gpt-oss: a window of 128 keys",
         ),
         self_attention("h128-causal-4096-sinks", B=4, S=4096, N=16, H=128, causal=True, sinks=True, provenance=_PAPER),
+        *(
+            self_attention(
+                f"h{H}-{'causal' if causal else 'full'}-4096-dropout", B=4, S=4096, N=2048 // H, H=H, causal=causal,
+                dropout=0.1, provenance=_PAPER,
+            )
+            for H in (64, 128)
+            for causal in (False, True)
+        ),
     ]  # fmt: skip
 
 

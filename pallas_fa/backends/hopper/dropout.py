@@ -45,7 +45,8 @@ class HeadDropout(NamedTuple):
     def load(cls, dropout: Dropout, gmem: Any, b: Any, n: Any, interpret: bool) -> "HeadDropout":
         """Loads that of batch entry `b` and query head `n` from `gmem`, a ref of `in_memory`."""
         lead = b if gmem.shape[0] > 1 else 0, n if gmem.shape[1] > 1 else 0
-        return cls(*(gmem[(*lead, i)] for i in range(4)), dropout.threshold, interpret)
+        key, offset, first_query, first_key = (gmem[(*lead, i)] for i in range(4))
+        return cls(key, offset, first_query, first_key, dropout.threshold, interpret)
 
     def apply(self, x: Any, t0: Any, s0: Any, *, keys_by_queries: bool = False, negate: bool = False) -> Any:
         """Returns x where it is kept, elsewhere 0, or -x with `negate`.
@@ -62,10 +63,10 @@ class HeadDropout(NamedTuple):
         rows = row0 + plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=_ROWS)
         columns = column0 + plgpu.broadcasted_iota(jnp.int32, x.shape[1:], 0, layout=_COLUMNS)
         if self.interpret:
-            seeds = tuple(lax.bitcast_convert_type(i, jnp.uint32) for i in (self.key, self.offset))
+            key, offset = (lax.bitcast_convert_type(i, jnp.uint32) for i in (self.key, self.offset))
             rows, columns = rows[:, None], columns[None, :]
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
-            keeps = Dropout(seeds, self.threshold).keeps(t, s)
+            keeps = Dropout((key, offset), self.threshold).keeps(t, s)
             return jnp.where(keeps, x, -x if negate else jnp.zeros_like(x))
         rows, columns = rows & ~PARTNER, columns & ~PARTNER
         if keys_by_queries:

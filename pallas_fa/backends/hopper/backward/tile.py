@@ -80,9 +80,9 @@ class TileOfLogits:
 
     def dropped(self, plan: BackwardPlan, p: Any) -> Any:
         """Returns P after dropout, unscaled; where dS is computed from it, -P in the places of what is dropped."""
-        if self.at.dropout is None:
-            return p
         keys_by_queries, at = plan.kind.keys_stationary, self.at
+        if at.dropout is None:
+            return p
         t0, s0 = (at.streamed, at.stationary) if keys_by_queries else (at.stationary, at.streamed)
         options = dict(keys_by_queries=keys_by_queries, negate=plan.kind.accumulates_qk)
         return at.dropout.apply(p, t0, s0, **options)
