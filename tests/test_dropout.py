@@ -1,7 +1,9 @@
 """Dropout where the table of cases doesn't reach: the generator, which elements are dropped, and their statistics."""
 
+import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -210,3 +212,110 @@ def test_the_mean_over_keys_is_attention_without_dropout():
     found = jax.jit(jax.vmap(lambda key: attend(dropout_rate=0.3, dropout_key=key)))(keys)
     deviations = (found.mean(axis=0) - attend()) / (found.std(axis=0) / 64)
     assert jnp.abs(deviations).max() < 5
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpt_drops_by_key_and_layer():
+    """Other keys drop other elements, and so do other layers with the same inputs."""
+    from flax import nnx
+
+    from models.attention import Dropout as LayerDropout
+    from models.attention import causal_attention
+    from models.gpt import GPT, SIZES
+
+    seen = []
+
+    def attention(query, key, value, implementation, sinks, dropout: LayerDropout | None):
+        seen.append(None if dropout is None else (dropout.rate, tuple(map(int, dropout.key))))
+        return causal_attention(query, key, value, implementation, sinks, dropout)
+
+    model = GPT(dataclasses.replace(SIZES["nano"], dropout=0.5, attention=attention), nnx.Rngs(0))
+    tokens = jnp.arange(32)[None]
+    run = lambda seed: model(tokens, dropout_key=None if seed is None else jax.random.PRNGKey(seed))[0]
+    first, again, other, plain = run(1), run(1), run(2), run(None)
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other, atol=1e-3) and not np.allclose(first, plain, atol=1e-3)
+    layers = SIZES["nano"].layers
+    assert len(set(seen[:layers])) == layers and seen[-layers:] == [None] * layers
+    assert {rate for rate, _ in seen[:layers]} == {0.5}
+
+
+@pytest.mark.parametrize("shape", ((2, 2, 2), (2, 1, 4)))
+def test_devices_of_a_mesh_drop_their_own(shape):
+    from models.attention import Dropout as LayerDropout
+    from models.attention import MeshAttention
+
+    mesh = jax.make_mesh(shape, ("data", "context", "model"), axis_types=(AxisType.Auto,) * 3)
+    query, value = jnp.zeros((4, 16, 4, 8)), jnp.ones((4, 16, 4, 8))
+    dropout = LayerDropout(0.5, jax.random.PRNGKey(0))
+    out = jax.jit(lambda q, v: MeshAttention(mesh)(q, q, v, None, None, dropout))(query, value)
+    rows = np.asarray(out[:, :, :, 0]).transpose(0, 2, 1).reshape(16, 16)
+    assert len(np.unique(rows.round(4), axis=0)) == 16
+
+
+# ---- the kernels' registers -----------------------------------------------------------------------------------------
+
+
+class _Words:
+    """`arith` and `vector` on NumPy arrays that hold a value for each thread of a warpgroup."""
+
+    class CmpIPredicate:
+        uge = None
+
+    addi = staticmethod(lambda a, b: (a + b) % 2**32)
+    xori = staticmethod(lambda a, b: a ^ b)
+    shli = staticmethod(lambda a, b: (a << b) % 2**32)
+    mului_extended = staticmethod(lambda a, b: (a * b % 2**32, a * b // 2**32))
+    cmpi = staticmethod(lambda predicate, a, b: a >= b)
+    select = staticmethod(np.where)
+    negf = staticmethod(lambda a: -a)
+    constant = staticmethod(lambda type, x: x)
+    from_elements = staticmethod(lambda type, elements: np.stack(elements, -1))
+    extract = staticmethod(lambda x, dynamic_position, static_position: x[..., static_position[0]])
+
+
+@pytest.mark.parametrize("keys_by_queries", (False, True))
+@pytest.mark.parametrize("negate", (False, True))
+def test_what_a_thread_does_with_its_registers(keys_by_queries, negate, monkeypatch):
+    """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
+    from pallas_fa.backends.hopper import dropout as kernel
+
+    columns, threshold, key, offset = 64, 20000, 0x12345678, 0x9ABCDEF0
+    thread = np.arange(128)
+    row = lambda half: 16 * (thread // 32) + thread % 32 // 4 + 8 * half  # of the layout of wgmma's results
+    column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2)
+    values = np.random.default_rng(0).random((64, columns))
+
+    def registers(shape, contents):
+        array = np.empty(len(contents), object)
+        for i, x in enumerate(contents):
+            array[i] = Register(x)
+        return SimpleNamespace(registers=array.reshape(shape), shape=(64, columns), layout=None)
+
+    class Register(np.ndarray):
+        type = None
+
+        def __new__(cls, x):
+            return np.asarray(x).view(cls)
+
+    for name in ("arith", "vector"):
+        monkeypatch.setattr(kernel, name, _Words)
+    monkeypatch.setattr(kernel, "_word", lambda x: np.uint64(x % 2**32))
+    monkeypatch.setattr(kernel, "ir", SimpleNamespace(FloatAttr=SimpleNamespace(get=lambda type, x: x)))
+    monkeypatch.setattr(kernel, "mgpu", SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers))
+    places = [(tile, half) for tile in range(columns // 8) for half in range(2)]
+    x = registers((1, columns // 8, 1, 1, 2), [values[row(h)[:, None], column(tile)] for tile, h in places])
+    in_t = lambda positions, is_t: ((positions & ~8) ^ (offset if is_t else 0)).astype(np.uint64)
+    rows = registers((1, 1, 2), [in_t(row(h), not keys_by_queries)[:, None] for h in range(2)])
+    tiles = registers((columns // 8, 1, 1), [in_t(column(tile), keys_by_queries) for tile in range(columns // 8)])
+    seed = SimpleNamespace(registers={(): np.uint64(key)})
+    found = kernel._Select(threshold, keys_by_queries, negate)(None, x, rows, tiles, seed).reshape(-1)
+
+    seeds = tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in (key, offset))
+    t, s = jnp.arange(columns if keys_by_queries else 64)[:, None], jnp.arange(64 if keys_by_queries else columns)
+    keeps = np.asarray(Dropout(seeds, threshold).keeps(t, s)[0, 0])
+    want = np.where(keeps.T if keys_by_queries else keeps, values, -values if negate else 0)
+    for (tile, h), got in zip(places, found, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float64), want[row(h)[:, None], column(tile)])
