@@ -17,6 +17,7 @@ from pallas_fa.softmax import dropout
 from pallas_fa.softmax.dropout import Dropout
 from pallas_fa.softmax.philox import philox2x32
 from tests.case_dropout import multipliers
+from tests.lowering import kernels
 
 # (rounds, counter, key, result), of Random123's kat_vectors
 KNOWN_ANSWERS = (
@@ -319,3 +320,39 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, negate, monkeypa
     want = np.where(keeps.T if keys_by_queries else keeps, values, -values if negate else 0)
     for (tile, h), got in zip(places, found, strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float64), want[row(h)[:, None], column(tile)])
+
+
+@pytest.mark.parametrize("rows", (32, 24))
+def test_where_a_shard_starts(rows):
+    """The kernels share calls of the generator only where shards start at multiples of 16."""
+    from pallas_fa.operands.part import Part
+    from pallas_fa.problem import normalise
+
+    x = jnp.ones((1, rows, 2, 64), jnp.bfloat16)
+    _, operands = normalise(x, x, x, dropout_rate=0.1, dropout_key=jax.random.key(0))
+    moved = operands.dropout.moved(Part((0, 0, jnp.int32(3) * rows, 32), (1, 2, rows, rows)))
+    assert moved.aligned == (rows == 32)
+    np.testing.assert_array_equal(moved.first_query, 3 * rows)
+    assert moved.first_key == 32
+
+
+@pytest.mark.parametrize(
+    ("T", "placement", "count"), ((512, "contiguous", 2), (512, "zigzag", 8), (96, "contiguous", 2))
+)
+def test_the_kernels_of_a_ring_lower(T, placement, count):
+    """Also where shards start at no multiple of 16."""
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x = jnp.ones((1, T, 2, 64), jnp.bfloat16)
+
+    def loss(q, key):
+        attend = functools.partial(
+            pallas_fa.context_parallel.ring_attention, axis_name="ring", placement=placement, is_causal=True,
+            dropout_rate=0.1, implementation=("mosaic_gpu", "xla"),
+        )  # fmt: skip
+        run = jax.shard_map(
+            lambda q, key: attend(q, q, q, dropout_key=key),
+            mesh=mesh, in_specs=(P(None, "ring"), P()), out_specs=P(None, "ring"),
+        )  # fmt: skip
+        return jnp.sum(run(q, key).astype(jnp.float32))
+
+    assert kernels(jax.grad(loss), x, jax.random.key(0)) == count

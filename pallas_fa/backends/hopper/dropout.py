@@ -1,7 +1,8 @@
 """Dropout on a tile of probabilities in registers: `softmax.dropout`, with one call of the generator for four elements.
 
-A thread of a WGMMA tile holds rows r and r + 8 of each 16, and columns c and c + 8 of each 16. Tiles start at multiples of
-16, so that these four elements are {t, t ^ 8} x {s, s ^ 8}, whichever of the two the rows are.
+A thread of a WGMMA tile holds rows r and r + 8 of each 16, and columns c and c + 8 of each 16. Where tiles start at
+multiples of 16, these four elements are {t, t ^ 8} x {s, s ^ 8}, whichever of the two the rows are. Elsewhere, as on a
+shard of odd length, each element takes a call.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_fa.backends.gpu import elementwise
 from pallas_fa.softmax.dropout import PARTNER, ROUNDS, Dropout
 from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
@@ -32,21 +34,25 @@ def in_memory(dropout: Dropout) -> jax.Array:
 
 
 class HeadDropout(NamedTuple):
-    """The dropout of one batch entry and query head: scalars, and the threshold."""
+    """The dropout of one batch entry and query head: scalars, and the threshold.
+
+    `by_fours`: whether the generator is called once for four elements, which the interpreter can't run, and which needs
+    tiles that start at multiples of 16; else once for each.
+    """
 
     key: Any
     offset: Any
     first_query: Any
     first_key: Any
     threshold: int
-    interpret: bool
+    by_fours: bool
 
     @classmethod
     def load(cls, dropout: Dropout, gmem: Any, b: Any, n: Any, interpret: bool) -> "HeadDropout":
         """Loads that of batch entry `b` and query head `n` from `gmem`, a ref of `in_memory`."""
         lead = b if gmem.shape[0] > 1 else 0, n if gmem.shape[1] > 1 else 0
         key, offset, first_query, first_key = (gmem[(*lead, i)] for i in range(4))
-        return cls(key, offset, first_query, first_key, dropout.threshold, interpret)
+        return cls(key, offset, first_query, first_key, dropout.threshold, dropout.aligned and not interpret)
 
     def apply(self, x: Any, t0: Any, s0: Any, *, keys_by_queries: bool = False, negate: bool = False) -> Any:
         """Returns x where it is kept, elsewhere 0, or -x with `negate`.
@@ -62,11 +68,9 @@ class HeadDropout(NamedTuple):
         row0, column0 = (s0, t0) if keys_by_queries else (t0, s0)
         rows = row0 + plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=_ROWS)
         columns = column0 + plgpu.broadcasted_iota(jnp.int32, x.shape[1:], 0, layout=_COLUMNS)
-        if self.interpret:
-            key, offset = (lax.bitcast_convert_type(i, jnp.uint32) for i in (self.key, self.offset))
-            rows, columns = rows[:, None], columns[None, :]
+        if not self.by_fours:
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
-            keeps = Dropout((key, offset), self.threshold).keeps(t, s)
+            keeps = elementwise.inline(self._keeps, *(_along(i, x.shape, i is rows) for i in (t, s)))
             return jnp.where(keeps, x, -x if negate else jnp.zeros_like(x))
         rows, columns = rows & ~PARTNER, columns & ~PARTNER
         if keys_by_queries:
@@ -78,6 +82,14 @@ class HeadDropout(NamedTuple):
             return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
         )(_Select(self.threshold, keys_by_queries, negate))
         return run(x, rows, columns, self.key)
+
+    def _keeps(self, t, s):
+        key, offset = (lax.convert_element_type(i, jnp.uint32) for i in (self.key, self.offset))
+        return Dropout((key, offset), self.threshold).keeps(t, s)
+
+
+def _along(i, shape, rows):
+    return lax.broadcast_in_dim(i, shape, [0 if rows else 1])
 
 
 class _Select(NamedTuple):

@@ -37,8 +37,6 @@ def _why_no_forward(problem, gpu):
         return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
-    if problem.dropout is not None and not problem.dropout.aligned:
-        return "dropout of a shard whose positions start at no multiple of 16"
     return _config_reason(problem) or _functions_reason(problem) or _arrays_reason(problem, gpu)
 
 
