@@ -178,7 +178,7 @@ SHAPE = (2, 4, 64, 128)
 
 
 @pytest.mark.parametrize("keys", (keys_of_seeds, folds_of_one_key, small_words), ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rate", (0.125, 0.5))
+@pytest.mark.parametrize("rate", (pytest.param(0.125, marks=pytest.mark.full), 0.5))
 def test_rate_and_independence(keys, rate):
     """4 million draws: 17 statistics within 5 standard deviations."""
     assert worst_deviation(_draws(keys(64), rate, SHAPE), rate) < 5
@@ -198,7 +198,7 @@ def test_patterns_over_many_keys(shape):
     assert chi_square(_draws(folds_of_one_key(2**16), 0.5, shape), 0.5) < 5
 
 
-@pytest.mark.parametrize("rounds", (1, 2, 3))
+@pytest.mark.parametrize("rounds", (*(pytest.param(i, marks=pytest.mark.full) for i in (1, 2)), 3))
 def test_the_statistics_fail_a_bad_generator(rounds, monkeypatch):
     """Philox with too few rounds."""
     monkeypatch.setattr(dropout, "ROUNDS", rounds)
@@ -243,7 +243,7 @@ def test_a_gpt_drops_by_key_and_layer():
     assert {rate for rate, _ in seen[:layers]} == {0.5}
 
 
-@pytest.mark.parametrize("shape", ((2, 2, 2), (2, 1, 4)))
+@pytest.mark.parametrize("shape", ((2, 2, 2), pytest.param((2, 1, 4), marks=pytest.mark.full)))
 def test_devices_of_a_mesh_drop_their_own(shape):
     from models.attention import Dropout as LayerDropout
     from models.attention import MeshAttention
@@ -337,7 +337,12 @@ def test_where_a_shard_starts(rows):
 
 
 @pytest.mark.parametrize(
-    ("T", "placement", "count"), ((512, "contiguous", 2), (512, "zigzag", 8), (96, "contiguous", 2))
+    ("T", "placement", "count"),
+    (
+        pytest.param(512, "contiguous", 2, marks=pytest.mark.full),
+        pytest.param(512, "zigzag", 8, marks=pytest.mark.full),
+        (96, "contiguous", 2),
+    ),
 )
 def test_the_kernels_of_a_ring_lower(T, placement, count):
     """Also where shards start at no multiple of 16."""
