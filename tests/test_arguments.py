@@ -21,6 +21,7 @@ FUNCTIONS = (
     pallas_fa.dot_product_attention,
     context_parallel.ring_attention,
     context_parallel.all_to_all_attention,
+    context_parallel.decode_attention,
     pallas_fa.nn.attention_fn,
 )
 ROOT = pathlib.Path(__file__).parent.parent
