@@ -3,6 +3,7 @@
 - `dot_product_attention(query, key, value, ...)`: attention in O(T) memory, forward and backward.
 - `explain(query, key, value, ...)`: which implementation would run these arguments, and why the others would not.
 - `masks`, `scores`: who attends to whom, and what happens to the logits; compose them, or write your own.
+- `cache`: caches of keys and values for decoding, contiguous and paged.
 - `context_parallel`: attention to sequences sharded over devices, inside `jax.shard_map`.
 - `nn`: `attention_fn` and modules for Flax linen and Flax nnx; needs Flax.
 """
@@ -16,13 +17,14 @@ from pallas_fa.api import dot_product_attention as dot_product_attention
 from pallas_fa.api import explain as explain
 
 if TYPE_CHECKING:
+    from pallas_fa import cache as cache
     from pallas_fa import context_parallel as context_parallel
     from pallas_fa import mosaic_gpu as mosaic_gpu
     from pallas_fa import nn as nn
 
 __version__ = "0.1.0.dev0"
-__all__ = ["context_parallel", "dot_product_attention", "explain", "masks", "scores"]
-_WHEN_NEEDED = ("context_parallel", "mosaic_gpu", "nn")  # nn imports Flax, which may not be there
+__all__ = ["cache", "context_parallel", "dot_product_attention", "explain", "masks", "scores"]
+_WHEN_NEEDED = ("cache", "context_parallel", "mosaic_gpu", "nn")  # nn imports Flax, which may not be there
 
 
 def __getattr__(name: str) -> Any:
