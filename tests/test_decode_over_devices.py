@@ -58,6 +58,7 @@ CASES = {
         {"mask": masks.BlockMask(normal((N, 1, 10), 8) < 0.7, (3, 7))},
     ),
     "alibi": (poisoned(arrays(2, slopes=np.linspace(0.1, 1, N, dtype=np.float32), scale=np.float32(0.3))), {}),
+    "dropout": (arrays(2, dropout_key=np.asarray([3, 4], np.uint32)), {"dropout_rate": 0.3}),
     "relative bias": (arrays(3, strip=normal((N, S + 2), 9)), {"mask": BOTTOM_RIGHT}),
 }  # fmt: skip
 FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "sinks", "strip")
@@ -174,7 +175,7 @@ def call(specs=None, length=S, **keywords):
         (ValueError, "key_value_seq_lengths varies along axis_name='context'", {"specs": {"lengths": P("context")}}),
         (ValueError, "bias.shape=.* not broadcastable to .*\\(1, 8, 2, 64\\)", {"bias": jnp.ones((2, S // 8))}),
         (ValueError, "key has the odd length 3 on each of 8 devices", {"placement": "zigzag", "length": 24}),
-        (NotImplementedError, "dropout_rate=0.1: this function has no dropout", {"dropout_rate": 0.1}),
+        (ValueError, "dropout_rate=0.1, but dropout_key=None", {"dropout_rate": 0.1}),
         (NotImplementedError, "forward_mode=True: .* reverse mode only", {"forward_mode": True}),
         (NotImplementedError, "mosaic_gpu", {"implementation": "mosaic_gpu"}),
     ),

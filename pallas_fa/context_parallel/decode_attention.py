@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_fa import masks
-from pallas_fa.arguments import Arguments, refuse_dropout, refuse_forward_mode, segment_mask, with_signature
+from pallas_fa.arguments import Arguments, refuse_forward_mode, segment_mask, with_signature
 from pallas_fa.attention import run
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
@@ -109,7 +109,6 @@ def decode_attention(
     checks.require_shards(axis_name, key=key, value=value)
     whole = {name: x for name, x in arguments.items() if name != "key_value_segment_ids"}
     checks.require_replicated(axis_name, query=query, bias=bias, mask=mask, **whole)
-    refuse_dropout(arguments)
     refuse_forward_mode(arguments)
     # Of the key segment ids each device has its shard. The arrays of other masks span all keys.
     ids = arguments.pop("query_segment_ids", None), arguments.pop("key_value_segment_ids", None)
@@ -140,7 +139,7 @@ def _block(
 
     Args:
       problem: that of this device's shards.
-      operands: q, k and v of this device; mask and score of the whole problem.
+      operands: q, k and v of this device; mask, score and dropout of the whole problem.
       segments: bound to this device's shards, or None.
       block: the index of the block on this device.
       blocks: how many blocks a device holds.
@@ -154,7 +153,7 @@ def _block(
         own = masks.Segments(segments.q_ids, of_block(segments.kv_ids, 3))
         mask = all_of([own] if mask is None else [mask, own])
     k, v = (of_block(x, 1 if problem.layout == "BTNH" else 2) for x in (operands.k, operands.v))
-    return Operands(operands.q, k, v, score, mask)
+    return Operands(operands.q, k, v, score, mask, dropout=operands.dropout and operands.dropout.moved(part))
 
 
 def _flat_btnh(problem, out):
