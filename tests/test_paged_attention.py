@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa import cache, masks
+from pallas_fa import masks
 from pallas_fa.backends import reference
 from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.cache.attention import in_pages as checked
 from pallas_fa.problem import normalise
 from tests import cases
 from tests.accuracy import precision_of
@@ -160,7 +161,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(name, rng):
     page, layout, T, keywords = CALLS[name]
     S = 1024 if "bias" in keywords else -(-(5 * 64 + 16) // page) * page
     (q, *pages, lengths), _ = call_in_bfloat16(rng, page, layout, T, S)
-    key, value = cache.attention.in_pages(q, *pages, layout)
+    key, value = checked(q, *pages, layout)
     problem, operands = normalise(q, key, value, key_value_seq_lengths=lengths, **keywords)
     (out, lse), races = interpreted(problem, operands, decode)
     assert not races

@@ -59,12 +59,12 @@ class Load:
 
     def _keys_or_values(self, name, rows, at, slot, ready):
         tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
-        if at is None:
+        held = self.plan.problem.pages
+        if held is None:
             tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready)
-        else:
-            held = self.plan.problem.pages
-            head = self.kv_head if held.interleaved is None else 2 * self.kv_head + (name == "v")
-            pages.load(tiles, held, gmem, at, rows, head, smem, ready)
+            return
+        head = self.kv_head if held.interleaved is None else 2 * self.kv_head + (name == "v")
+        pages.load(tiles, held, gmem, at, rows, head, smem, ready)
 
     def _queries(self):
         plan, block, ready = self.plan, self.block, self.scratch["q_ready"]
