@@ -1,6 +1,6 @@
 """The keyword arguments of attention: the one list of them, and the check of each by itself.
 
-`dot_product_attention`, `ring_attention`, `all_to_all_attention`, `attention_fn` and `explain` all take `Arguments`. What
+`dot_product_attention`, the functions of `context_parallel`, `attention_fn` and `explain` all take `Arguments`. What
 they mean is documented in `dot_product_attention`.
 """
 
