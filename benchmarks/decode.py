@@ -178,7 +178,7 @@ def measure(
     programs = {}
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
     for page in PAGES.get(name, ()):
-        calls[f"pages of {page}"] = parse("pallas_fa:None"), dataclasses.replace(step, page=page)
+        calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, page=page)
     for label, (implementation, call) in calls.items():
         row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(call)
         rows[label] = row | dict(bytes=step.bytes, caches=len(caches))

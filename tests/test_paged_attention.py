@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa import masks
+from pallas_fa import cache, masks
 from pallas_fa.backends import reference
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.cache.attention import in_pages as checked
@@ -195,6 +195,19 @@ def test_what_the_kernel_does_not_take(changed, message):
     with pytest.raises(NotImplementedError, match=message):
         pallas_fa.paged_attention(*arguments, implementation="mosaic_gpu")
     assert not pallas_fa.paged_attention(*arguments).any()  # XLA takes it
+
+
+def test_a_kernel_that_never_ran_is_taken_only_by_name():
+    shape = jax.ShapeDtypeStruct
+    q, pages = shape((2, 1, 8, 64), jnp.bfloat16), shape((40, 16, 2, 64), jnp.bfloat16)
+    arguments = q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)
+    assert kernels(pallas_fa.paged_attention, *arguments) == 0
+    told = cache.explain(*arguments)
+    assert "xla: runs this call" in told
+    assert "mosaic_gpu: could, but only when named: compiled for this GPU, but not run on one yet" in told
+    assert "mosaic_gpu: runs this call where it is lowered for a CUDA GPU" in cache.explain(
+        *arguments, implementation="mosaic_gpu"
+    )
 
 
 @pytest.mark.gpu

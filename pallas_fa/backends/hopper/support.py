@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims
-from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
@@ -28,8 +28,9 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
-    return Support(None, no_backward, _remark(problem, kernels, gpu))
+    if problem.pages:
+        return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
+    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu))
 
 
 def _remark(problem, kernels, gpu):
