@@ -121,6 +121,8 @@ THINNED = {
     "test_partitioned.py::test_explicit_axes": 1,
     "test_partitioned.py::test_the_kernels_of_one_device_lower": 1,
     "test_partitioned.py::test_transformations": 2,
+    "test_paged_attention.py::test_is_attention_to_the_rows_of_the_table": 4,
+    "test_paged_attention.py::test_page_sizes_and_layouts": 3,
     "test_relative_bias.py::test_is_the_bias_with_the_same_diagonals": 3,
     "test_relative_bias.py::test_the_form_that_kernels_read_has_every_tile": 2,
     "test_relative_bias.py::test_vmap": 1,

@@ -98,8 +98,9 @@ def test_append_is_in_place(make, loop):
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(cache) if x.ndim > 2)
 
 
-def test_prompts_of_different_lengths_then_steps_are_the_whole_sequences():
-    cache, prompts = contiguous(), np.array([5, 2, 4])
+@pytest.mark.parametrize("make", [contiguous, paged])
+def test_prompts_of_different_lengths_then_steps_are_the_whole_sequences(make):
+    cache, prompts = make(), np.array([5, 2, 4])
     q, k, v = normal(B, S, N, H), normal(B, S, K, H), normal(B, S, K, 2 * H)
     arguments: dict = dict(local_window_size=(3, 0), logits_soft_cap=5.0)
     whole = pallas_fa.dot_product_attention(q, k, v, is_causal=True, **arguments)

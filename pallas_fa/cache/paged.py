@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_fa.cache import rows
+from pallas_fa.cache.attention import paged_attention
+from pallas_fa.cache.positions import last_rows
+from pallas_fa.masks import Mask
 
 
 @jax.tree_util.register_dataclass
@@ -96,4 +100,22 @@ class PagedCache:
             value_pages=write(self.value_pages, new.value),
             lengths=placed.lengths,
             dropped=placed.dropped,
+        )
+
+    def attend(
+        self,
+        query: ArrayLike,
+        mask: ArrayLike | Mask | None = None,
+        *,
+        lengths: ArrayLike | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Returns `pallas_fa.paged_attention` of the queries whose rows were appended last, as `KeyValueCache.attend`."""
+        return paged_attention(
+            query,
+            self.key_pages,
+            self.value_pages,
+            self.page_table,
+            self.lengths,
+            **last_rows(mask, lengths, arguments),
         )
