@@ -61,6 +61,7 @@ THINNED = {
     "test_decode.py::test_lowers": 2,
     "test_decode.py::test_the_other_layout": 1,
     "test_decode_over_devices.py::test_is_attention_to_the_whole_cache": 7,
+    "test_decoder.py::test_past_the_context_the_last_half_is_read_anew": 1,
     "test_documents.py::test_each_document_is_attention_of_its_own": 3,
     "test_documents.py::test_ranges_of_documents_are_those_of_their_tiles": 1,
     "test_flax.py::test_checkpoints_of_linen": 1,
