@@ -9,6 +9,7 @@ import numpy as np
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
+from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
@@ -68,6 +69,11 @@ class ForwardPlan(ForwardCore):
         dims, is_masked = self.problem.dims, self.problem.mask is not None
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits, group)
+
+    @property
+    def boxes(self) -> int:
+        """Of how many boxes TMA makes a tile of keys or values: several where it has several pages."""
+        return pages.boxes(self.problem.pages, self.config.block_kv)
 
     @property
     def has_padding_keys(self) -> bool:
