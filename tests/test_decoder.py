@@ -74,7 +74,19 @@ def test_matrices_lie_in_the_dtype_of_the_computation():
     decoder = Decoder(config, params, GREEDY)
     kinds = {(x.ndim > 1, x.dtype.name) for x in jax.tree.leaves(decoder.params)}
     assert kinds == {(True, "bfloat16"), (False, "float32")}
-    assert len(list(decoder.tokens(prompts_of(5), 2, seed=0))) == 2
+
+
+def test_steps_write_into_the_caches_in_place():
+    config, _, params = model_of(context=16)
+    decoder = Decoder(config, params, GREEDY)
+    length, key = np.array([4], np.int32), jax.random.key(0)
+    caches, tokens = decoder.read(decoder.params, decoder.empty_caches([8]), np.ones((1, 4), int), length, key, 0)
+    old = caches[0].key, caches[0].value
+    places = [x.unsafe_buffer_pointer() for x in old]
+    caches, _ = decoder.step(decoder.params, caches, tokens, key, 1)
+    assert all(x.is_deleted() for x in old)
+    assert [x.unsafe_buffer_pointer() for x in (caches[0].key, caches[0].value)] == places
+    assert caches[0].lengths.tolist() == [5]
 
 
 # ---- what is drawn ----
