@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from models.decoder import Decoder
-from models.gpt import GPT, SIZES
+from models.gpt import GPT, SIZES, GPTConfig
 from models.sample import Sampling
+from tests.lowering import kernels
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NANO = dataclasses.replace(SIZES["nano"], layers=1)
@@ -87,6 +88,18 @@ def test_steps_write_into_the_caches_in_place():
     assert all(x.is_deleted() for x in old)
     assert [x.unsafe_buffer_pointer() for x in (caches[0].key, caches[0].value)] == places
     assert caches[0].lengths.tolist() == [5]
+
+
+def test_kernels_lower():
+    """One in each layer, to read prompts and to make a step."""
+    config = GPTConfig(2, 128, 2, 1, 64, context=64, sinks=True, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    params = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), nnx.eval_shape(lambda: nnx.state(GPT(config, nnx.Rngs(0))))
+    )
+    decoder = Decoder(config, nnx.to_pure_dict(params), Sampling(0.8, top_k=4))
+    caches, lengths, key = decoder.empty_caches([40, 64]), np.array([20, 40]), jax.random.key(0)
+    assert kernels(decoder.read, decoder.params, caches, np.zeros((2, 40), int), lengths, key, 0) == 2
+    assert kernels(decoder.step, decoder.params, caches, np.zeros(2, int), key, 1) == 2
 
 
 # ---- what is drawn ----
