@@ -150,3 +150,7 @@ def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
     np.testing.assert_array_equal(together[:1], draw(prompts[:1], 3))
     other = draw([prompts[0], prompts[0], prompts[1]], 4)
     assert (other[0] != together[0]).any() and (other[0] != other[1]).any()
+    step, calls = decoder.step, []
+    decoder.step = lambda *arguments: calls.append(arguments) or step(*arguments)
+    next(decoder.tokens(prompts, 12, 3))
+    assert len(calls) == 1  # the second token is under way before the first is looked at
