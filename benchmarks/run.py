@@ -15,7 +15,7 @@ from benchmarks.truth import Truth, truth
 from benchmarks.workloads import FLOPS_FACTOR, Workload, suites
 
 _COMPILE_SHARE = 0.6  # of the budget, at most
-_CHAIN_SECONDS, _LONGEST_CHAIN = 1e-3, 64  # a gate's programs repeat calls that take less
+_CHAIN_SECONDS, _LONGEST_CHAIN = 1e-3, 64  # the programs of chained suites repeat calls that take less
 _AGREEMENT = 0.05  # of the largest value: results of a gate that differ by more are wrong
 _DISPATCHES = 20  # calls of which the shortest is the row's `dispatch_us`
 
@@ -137,7 +137,7 @@ def programs_of(
 
 
 def _repeats(workload: Workload, direction: str) -> int:
-    """How many calls a program of the gate chains: so many that it lasts longer than its dispatch."""
+    """How many calls a program chains: so many that it lasts longer than its dispatch."""
     rate = 100e12 if workload.dtype == "float32" else 400e12
     seconds = max(workload.flops(direction) / rate, workload.bytes(direction) / 4e12, 5e-6)
     return max(1, min(_LONGEST_CHAIN, round(_CHAIN_SECONDS / seconds)))
@@ -149,7 +149,7 @@ def measured(args: argparse.Namespace) -> Iterator[rows.Row]:
     suite = suites()[args.suite]
     workloads = {w.name: w for w in suite.workloads}
     chosen = [workloads[name] for name in dict.fromkeys(args.workloads or workloads)]
-    repeats = {"repeats": _repeats} if suite.gate else {}
+    repeats = {"repeats": _repeats} if suite.chained else {}
     groups = programs_of(chosen, args.directions or suite.directions, args.implementations, **repeats)
     common = rows.common(args.suite, args.commit) | {"compile_threads": args.compile_threads}
     programs = [program for group in groups for program in group]

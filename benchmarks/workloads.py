@@ -326,12 +326,14 @@ class Suite:
     directions: tuple[str, ...]
     implementations: tuple[str, ...]
     baseline: str
+    chained: bool = False  # programs repeat calls that are shorter than a dispatch
     gate: bool = False  # each default call is judged beside its peers: `gate.py`
 
 
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
-_GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
+_GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "dew_flash_attn:fa3", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
 _GATE = ("jax.nn:xla", "jax.nn:None", "jax.nn:cudnn", "einsum:xla", "pallas_fa:None")
+_FA3_AND_OURS = ("dew_flash_attn:fa3", "pallas_fa:mosaic_gpu")
 _WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
 _GPU_BLOCKS = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+blocks")
 _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
@@ -341,6 +343,7 @@ _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+
 def suites() -> dict[str, Suite]:
     """All suites by name."""
     from benchmarks.gate_workloads import gate_workloads
+    from benchmarks.model_workloads import model_workloads
 
     both = ("forward", "fwdbwd")
     return {
@@ -349,7 +352,7 @@ def suites() -> dict[str, Suite]:
         "hopper-backward": Suite(tuple(_hopper_table()), ("backward",), _GPU, "jax.nn:cudnn"),
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
-        "operands": Suite(tuple(_operands()), both, _WITHOUT, _WITHOUT[1]),
+        "operands": Suite(tuple(_operands()), both, (*_WITHOUT, "dew_flash_attn:fa3"), _WITHOUT[1]),
         "hopper-documents": Suite(
             tuple(_documents()),
             ("forward", "backward"),
@@ -359,7 +362,8 @@ def suites() -> dict[str, Suite]:
         "hopper-forward-blocks": Suite(tuple(_hopper_blocks()), ("forward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-backward-blocks": Suite(tuple(_hopper_blocks()), ("backward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-models": Suite(model_workloads(), both, ("jax.nn:cudnn", *_FA3_AND_OURS), "jax.nn:cudnn", chained=True),
         "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
-        "nowhere-slower": Suite(gate_workloads(), both, _GATE, "jax.nn:xla", gate=True),
+        "nowhere-slower": Suite(gate_workloads(), both, _GATE, "jax.nn:xla", chained=True, gate=True),
         "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

@@ -27,7 +27,7 @@ from pallas_fa.softmax.dropout import Dropout
 _CHUNK_LOGITS = 512**2
 _FEW_LOGITS = 2**19
 _MIN_CHUNK, _MAX_CHUNK = 64, 1024
-_SYMBOLIC = 512  # what a symbolic size counts for in the choice of chunks
+SYMBOLIC = 512  # what a symbolic size counts for in the choice of chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +131,18 @@ class Chunks:
 def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     """Returns the query and key axes in chunks. Tiles are square, but long along one axis where the other is short."""
     dims = problem.dims
-    B, T, S, N = (x if isinstance(x, int) else _SYMBOLIC for x in (dims.B, dims.T, dims.S, dims.N))
+    B, T, S, N = (x if isinstance(x, int) else SYMBOLIC for x in (dims.B, dims.T, dims.S, dims.N))
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
     q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
-    return Chunks(2, dims.T, even_chunk(T, q_chunk)), Chunks(3, dims.S, even_chunk(S, kv_chunk))
+    page = problem.pages.size if problem.pages else 16
+    return Chunks(2, dims.T, even_chunk(T, q_chunk)), Chunks(3, dims.S, even_chunk(S, kv_chunk, page))
 
 
-def even_chunk(size: int, largest: int) -> int:
-    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of 16 if there are several."""
+def even_chunk(size: int, largest: int, unit: int = 16) -> int:
+    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of `unit` if there are several."""
     count = -(-size // largest)
-    return size if count == 1 else -(-size // (16 * count)) * 16
+    return size if count == 1 else -(-size // (unit * count)) * unit
 
 
 def visits(
