@@ -96,7 +96,7 @@ def measure(
     rows: dict[Implementation, Row] = {}
     for each in candidates:
         rows[each] = dict(workload=f"b{batch}", implementation=each.name, batch=batch, prompt=length, steps=count - 1)
-        rows[each] |= dict(error=None, bytes=step_bytes(config, params, batch, length + count / 2))
+        rows[each] |= dict(error=None, load=machine.load(), bytes=step_bytes(config, params, batch, length + count / 2))
 
     def compiled(implementation):
         try:
