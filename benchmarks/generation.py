@@ -96,7 +96,7 @@ def measure(
     rows: dict[Implementation, Row] = {}
     for each in candidates:
         rows[each] = dict(workload=f"b{batch}", implementation=each.name, batch=batch, prompt=length, steps=count - 1)
-        rows[each] |= dict(error=None, load=machine.load(), bytes=step_bytes(config, params, batch, length + count / 2))
+        rows[each] |= dict(error=None, bytes=step_bytes(config, params, batch, length + count / 2))
 
     def compiled(implementation):
         try:
@@ -117,7 +117,7 @@ def measure(
             samples[each].append(seconds_a_step(decoder, prompts, count))
     for each, found in samples.items():
         seconds = statistics.median(found)
-        rows[each] |= dict(p50_ms=seconds * 1e3, tokens_per_s=batch / seconds)
+        rows[each] |= dict(p50_ms=seconds * 1e3, tokens_per_s=batch / seconds, load=machine.load())
     yield from rows.values()
 
 
