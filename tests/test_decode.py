@@ -52,9 +52,15 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_interpreted_kernel_is_right_and_free_of_races(name):
+# The config of a call: None for the library's choice. `STREAM_K` has more CTAs than units in some calls, fewer in others.
+STREAM_K = Config(ForwardConfig(1, 64, pin_softmax=False, stream_k=5))
+FORMS = [(name, None) for name in CALLS] + [(name, STREAM_K) for name in CALLS if name != "one part"]
+
+
+@pytest.mark.parametrize(("name", "config"), FORMS, ids=[f"{name}{', stream-K' * bool(x)}" for name, x in FORMS])
+def test_interpreted_kernel_is_right_and_free_of_races(name, config):
     T, keywords = CALLS[name]
+    keywords = keywords if config is None else keywords | {"config": config}
     problem, operands = normalise(*inputs(T), **keywords)
     assert choose.applies(problem)
     (out, lse), races = interpreted(problem, operands, decode)

@@ -65,11 +65,18 @@ def _config_reason(problem):
     if problem.config is None:
         return None
     from pallas_fa.backends.hopper.config import Config
+    from pallas_fa.backends.hopper.decode.choose import MOST_QUERIES
 
     if isinstance(problem.config, Config):
-        split = problem.config.forward is not None and problem.config.forward.kv_splits > 1
-        if split and problem.mask is not None and problem.mask.has_blocks:
+        forward = problem.config.forward
+        if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
+            return None
+        if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
+        if problem.dims.T > MOST_QUERIES:
+            return (
+                f"config={problem.config!r} splits the keys, and T={problem.dims.T} is more than {MOST_QUERIES} queries"
+            )
         return None
     return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
 
