@@ -1,11 +1,12 @@
 """What is measured: this library's implementations and its peers, each as a function of one workload's arrays.
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
-`tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
-bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
-`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block
-mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks,
-and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
+`tokamax:mosaic`, `dew_flash_attn:fa3`. The form says how a peer is given the mask: without one, by the flags it has
+(causal, window) and a bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive
+array; for our own, `+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the
+mask as a block mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves
+out sinks and dropout, and takes the same memory as an array of the usual layout: it is what the call with them is compared
+with.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import flash_attn3
 from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
 
@@ -24,11 +26,13 @@ from benchmarks.workloads import Workload
 BACKENDS = {
     "pallas_fa": (),
     "jax.nn": ("None", "cudnn", "xla"),
+    "einsum": ("xla",),  # what users write where jax.nn has no argument for it
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
+    "dew_flash_attn": ("fa3",),
 }
+BY_HAND = ("tokamax", "dew_flash_attn")  # installed by hand
 TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
-OWN_FORMS = ("intervals", "blocks", "deterministic", "without")
 FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without")
 
 
@@ -48,13 +52,15 @@ class Implementation:
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
         if self.form == "without":
-            return workload.sinks or workload.layout != "BTNH"
+            return workload.sinks or workload.dropout > 0 or workload.layout != "BTNH"
         masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
         return masked or self.form not in (*MASK_FORMS, "blocks")
 
     def masks(self, workload: Workload) -> dict[str, Any]:
         """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
+        if self.library == "dew_flash_attn":
+            return {}
         if self.form == "intervals":
             if w.pattern:
                 raise NotImplementedError("a pattern is no interval of keys for each query")
@@ -75,13 +81,23 @@ class Implementation:
             return {"ids": w.ids()}
         if w.documents:
             return {"mask": w.dense(documents_only=True)}
-        if w.pattern and self.library != "pallas_fa":
+        if w.dense_mask or (w.pattern and self.library != "pallas_fa"):
             return {"mask": w.dense()}
         return {"mask": w.dense(padding_only=True)} if w.padding is not None else {}
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
         """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
-        w, keywords = workload, self.keywords(workload, arrays, masks)
+        w = workload
+        if w.vmap:
+            assert not masks
+            one = dataclasses.replace(w, vmap=False, B=1)
+            of_one = lambda arrays: self.attend(one, jax.tree.map(lambda x: x[None], arrays), {})[0]
+            return jax.vmap(of_one)(arrays)
+        if self.library == "einsum":
+            return _einsum(w, arrays)
+        if self.library == "dew_flash_attn":
+            return flash_attn3.attend(w, arrays)
+        keywords = self.keywords(w, arrays, masks)
         if w.layout == "BTNH" or self.form != "without":
             return _function(self.library)(**keywords, implementation=self.backend)
         tokens = {
@@ -111,12 +127,21 @@ class Implementation:
             kwargs["score"] = scores.RelativeBias(arrays["strip"])
         elif w.relative:
             kwargs["bias"] = arrays["strip"][None, :, w.diagonals()]
+        if w.dropout and self.library != "pallas_fa":
+            raise NotImplementedError(f"{self.library} has no dropout")
+        if w.dropout and self.form != "without":
+            kwargs |= {"dropout_rate": w.dropout, "dropout_key": w.dropout_key()}
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
         if w.pattern and self.library == "pallas_fa" and self.form in ("", "deterministic"):
             kwargs["mask"] = _mask(w)
-        elif not w.pattern and self.form not in (*MASK_FORMS, "blocks"):
+        elif not w.pattern and not w.dense_mask and self.form not in (*MASK_FORMS, "blocks"):
             kwargs |= {"is_causal": w.causal, "local_window_size": w.window}
+        if w.bias and not w.learned:
+            kwargs["bias"] = jax.lax.stop_gradient(kwargs["bias"])
+        if w.lengths is not None:
+            lengths = jnp.asarray(w.real_keys(), jnp.int32)
+            kwargs |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
         if w.soft_cap:
@@ -149,12 +174,12 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    known = library in BACKENDS and form in FORMS and (form not in OWN_FORMS or library == "pallas_fa")
+    forms = FORMS if library == "pallas_fa" else ("",) if library == "dew_flash_attn" else ("", "dense", "bias")
+    known = library in BACKENDS and form in forms
     if not known or not backend:
         raise ValueError(
             f"{name!r} is not library:backend[+form] with a library of {', '.join(BACKENDS)} and a form of"
-            f" {', '.join(FORMS[1:])}, the last two for pallas_fa alone. Write, for example, pallas_fa:xla or"
-            " jax.nn:cudnn+dense."
+            f" {', '.join(forms[1:]) or 'none'}. Write, for example, pallas_fa:xla or jax.nn:cudnn+dense."
         )
     if library == "pallas_fa":
         _check_ours(name, backend)
@@ -172,7 +197,7 @@ def available(name: str) -> Implementation:
 
 
 def installed(library: str) -> bool:
-    return library != "tokamax" or importlib.util.find_spec("tokamax") is not None
+    return library not in BY_HAND or importlib.util.find_spec(library) is not None
 
 
 def _check_ours(name: str, backend: str) -> None:
@@ -186,6 +211,18 @@ def _check_ours(name: str, backend: str) -> None:
         pallas_fa.explain(x, x, x, implementation=backend)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+
+
+def _einsum(w: Workload, arrays: dict[str, Any]) -> jax.Array:
+    """Attention with a soft cap or another value head dim, as JAX users write it: the softmax in float32, heads alike."""
+    others = dataclasses.replace(w, causal=False, soft_cap=None)
+    if (not w.soft_cap and w.H == w.Hv) or others.mask != "full" or w.N != w.K:
+        raise NotImplementedError("jax.nn has arguments for this call, or einsum lacks them")
+    query, key, value = (arrays[name] for name in TOKENS)
+    x = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * w.H**-0.5
+    x = w.soft_cap * jnp.tanh(x / w.soft_cap) if w.soft_cap else x
+    x = jnp.where(jnp.tri(w.T, w.S, dtype=bool), x, -jnp.inf) if w.causal else x
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, axis=-1).astype(query.dtype), value)
 
 
 def _function(library) -> Any:

@@ -15,7 +15,8 @@ from tests.cases import TABLE, Case
 def representatives(cases: Iterable[Case]) -> frozenset[Case]:
     """Few rows that have every value of every factor that `cases` have, found greedily."""
     factors = lambda c: {("mask", c.mask), ("score", c.score), ("dtype", c.dtype), ("T, S", c.T, c.S),
-                         ("N, K", c.N, c.K), ("H, Hv", c.H, c.Hv), ("batch", c.batch), ("sinks", c.sinks)}  # fmt: skip
+                         ("N, K", c.N, c.K), ("H, Hv", c.H, c.Hv), ("batch", c.batch), ("sinks", c.sinks),
+                         ("dropout", c.dropout)}  # fmt: skip
     left = set().union(*map(factors, cases))
     chosen = []
     while left:
@@ -59,6 +60,8 @@ THINNED = {
     "test_decode.py::test_interpreted_kernel_is_right_and_free_of_races": 4,
     "test_decode.py::test_lowers": 2,
     "test_decode.py::test_the_other_layout": 1,
+    "test_decode_over_devices.py::test_is_attention_to_the_whole_cache": 7,
+    "test_decoder.py::test_past_the_context_the_last_half_is_read_anew": 1,
     "test_documents.py::test_each_document_is_attention_of_its_own": 3,
     "test_documents.py::test_ranges_of_documents_are_those_of_their_tiles": 1,
     "test_flax.py::test_checkpoints_of_linen": 1,
@@ -119,6 +122,12 @@ THINNED = {
     "test_partitioned.py::test_explicit_axes": 1,
     "test_partitioned.py::test_the_kernels_of_one_device_lower": 1,
     "test_partitioned.py::test_transformations": 2,
+    "test_paged_attention.py::test_is_attention_to_the_rows_of_the_table": 4,
+    "test_paged_attention.py::test_interpreted_kernel_is_right_and_free_of_races": 1,
+    "test_paged_attention.py::test_lowers": 2,
+    "test_paged_attention.py::test_page_sizes_and_layouts": 3,
+    "test_ragged.py::test_blocks_of_any_size": 1,
+    "test_ragged.py::test_interpreted_kernel_finds_keys_and_values_between_each_other": 0,
     "test_relative_bias.py::test_is_the_bias_with_the_same_diagonals": 3,
     "test_relative_bias.py::test_the_form_that_kernels_read_has_every_tile": 2,
     "test_relative_bias.py::test_vmap": 1,

@@ -12,19 +12,20 @@ from jax import lax
 from pallas_fa.backends.record import NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import diagonals
+from pallas_fa.operands.pages import in_one_piece
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.softmax import tile
 
 
 def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
-    """Returns probabilities [B, N, T, S] and log-sum-exp [B, N, T]; row 0 of q is query t0 of the problem."""
-    q, k, _, score, mask, sinks = operands
-    q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
+    """Returns probabilities [B, N, T, S], some dropped, and log-sum-exp [B, N, T]; row 0 of q is query t0 of the problem."""
+    q, k = operands.q.astype(problem.acc_dtype), jnp.repeat(operands.k.astype(problem.acc_dtype), problem.group, axis=2)
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
     b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
-    score = diagonals.replace(score, lambda a: diagonals.gathered(a.astype(x.dtype), t + t0, s))
-    x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
-    return tile.softmax(x, sinks)
+    score = diagonals.replace(operands.score, lambda a: diagonals.gathered(a.astype(x.dtype), t + t0, s))
+    x, _ = tile.masked_scores(x, score, operands.mask, b, n, t + t0, s)
+    p, lse = tile.softmax(x, operands.sinks)
+    return p if operands.dropout is None else operands.dropout.apply(p, t + t0, s), lse
 
 
 def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
@@ -32,7 +33,7 @@ def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, A
     lengths = lengths_of(operands.mask)
     q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
     q = tile.zero_padding(operands.q, q_lengths)
-    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (operands.k, operands.v))
+    k, v = (tile.zero_padding(in_one_piece(x), lengths.kv_lengths) for x in (operands.k, operands.v))
     p, lse = probabilities(problem, operands._replace(q=q, k=k, v=v), t0)
     v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
     out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims
-from pallas_fa.backends.record import NO_DROPOUT, Support
+from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
@@ -20,14 +20,16 @@ _MAX_HEAD_DIM = 256
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
-    if problem.dropout_rate:
-        return Support.neither(NO_DROPOUT)
     kernels = head_dims.padded(problem)
+    if problem.pages and kernels is not problem:
+        return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
     reason = _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
+    if problem.pages:
+        return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
     return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu))
 
 
@@ -57,8 +59,25 @@ def _why_no_forward(problem, gpu):
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
     return (
-        _config_reason(problem) or _functions_reason(problem) or _rows_reason(problem) or _arrays_reason(problem, gpu)
+        _pages_reason(problem, gpu)
+        or _config_reason(problem)
+        or _functions_reason(problem)
+        or _rows_reason(problem)
+        or _arrays_reason(problem, gpu)
     )
+
+
+def _pages_reason(problem, gpu):
+    if problem.pages is None:
+        return None
+    from pallas_fa.backends.hopper import pages
+    from pallas_fa.backends.hopper.decode import choose as decode
+
+    if not decode.applies(problem):
+        return f"T={problem.dims.T} queries and keys in pages; it takes at most {decode.MOST_QUERIES} then"
+    if problem.mask is not None and problem.mask.has_blocks:
+        return "a block mask and keys in pages"
+    return pages.why_not(problem.pages, decode.choose(problem, gpu).config.block_kv)
 
 
 def _config_reason(problem):

@@ -81,9 +81,10 @@ class Tiles:
             plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i))
 
     def _part(self, gmem, b, rows, head, i):
-        return gmem.at[ordered(self.layout, (b, rows, head, self._columns(i)))]
+        return gmem.at[ordered(self.layout, (b, rows, head, self.columns(i)))]
 
-    def _columns(self, i):
+    def columns(self, i: int) -> Any:
+        """Returns where the columns of chunk i lie."""
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
         return pl.ds(i * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
 

@@ -19,6 +19,7 @@ from pallas_fa.masks.base import all_of, parts_of
 from pallas_fa.operands import diagonals, intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
+from pallas_fa.softmax.dropout import Dropout
 
 # Logits in a tile, for one batch entry and head: as many as the longer input has elements, so that memory stays
 # proportional to the inputs; at least _FEW_LOGITS over all batch entries and heads, since loop overhead dominates below;
@@ -127,13 +128,14 @@ def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
     q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
-    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk))
+    page = problem.pages.size if problem.pages else 16
+    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk, page))
 
 
-def _even_chunk(size: int, largest: int) -> int:
-    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of 16 if there are several."""
+def _even_chunk(size: int, largest: int, unit: int = 16) -> int:
+    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of `unit` if there are several."""
     count = -(-size // largest)
-    return size if count == 1 else -(-size // (16 * count)) * 16
+    return size if count == 1 else -(-size // (unit * count)) * unit
 
 
 def visits(
@@ -244,6 +246,13 @@ def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, key
     score_ij = diagonals.replace(score_ij, lambda a: diagonals.tile(a.astype(x.dtype), queries.chunk))
     mask_ij = cut_tile(mask, queries, i, keys, j)
     return tile.masked_scores(x, score_ij, mask_ij, b, n, queries.index(i), keys.index(j))[0]
+
+
+def dropping(dropout: Dropout | None, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Callable[[Any], Any]:
+    """Returns the function that drops elements of an array [B, N, t, s] of tile (i, j); the identity without dropout."""
+    if dropout is None:
+        return lambda x: x
+    return lambda x: dropout.apply(x, queries.index(i), keys.index(j))
 
 
 def add_tile(d: Any, d_ij: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:

@@ -49,13 +49,13 @@ def _store(w, d_qk, d_pv):
     stores = []
     if d_pv:
         for i, x in enumerate(d_pv):  # no other warpgroup reads these rows
-            w.stationary_pv[i, w.rows] = x.astype(dtype)
+            w.stationary_pv[i, w.rows] = (x if plan.dropout_scale is None else x * plan.dropout_scale).astype(dtype)
         stores.append((plan.tiles.stationary_pv, w.stationary_pv_name, "dv"))
     if d_qk:
         if plan.dq:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
         for i, x in enumerate(d_qk):
-            w.stationary_qk[i, w.rows] = (x * plan.problem.scale).astype(dtype)
+            w.stationary_qk[i, w.rows] = (x * plan.qk_scale).astype(dtype)
         stores.append((plan.tiles.stationary_qk, "stationary_qk", "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
     for tiles, name, gradient in stores:
@@ -77,7 +77,7 @@ def _all_heads(w, accs):
     ):
 
         def of_tile(tile, n, before, is_boundary=is_boundary):
-            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, {})
+            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, {}, w.dropout(n))
             step(w, at, before, (), accs)
 
         done = work.for_tiles(plan, block, start, end, done, of_tile)
@@ -92,7 +92,7 @@ def _head(w, n, done, accs):
     plan, block, table = w.plan, w.block, w.gmem.visit_table
     first, last = plan.visits.of_block(table, block.b, n, block.number)
     visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
-    scalars = w.scalars(n)
+    scalars, dropout = w.scalars(n), w.dropout(n)
     sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_STATIONARY) for _ in plan.score_gradients.summed)
 
     def over(start, end, body, sums):
@@ -108,7 +108,7 @@ def _head(w, n, done, accs):
             tile = work.tile_of_step(plan, block, table, n, tile)
             streamed = tile * plan.config.width
             here = scalars | w.words(n, tile) if is_boundary else scalars
-            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here)
+            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here, dropout)
             return step(w, at, before, sums, accs)
 
         return over(start, end, body, sums)

@@ -97,6 +97,16 @@ class BackwardPlan:
         """Whether logits are scaled and scored in registers, and not by where their accumulator starts."""
         return self.problem.score is not None or self.problem.scale <= 0
 
+    @property
+    def dropout_scale(self) -> float | None:
+        """What gradients are multiplied by at their ends, where there is dropout."""
+        return None if self.problem.dropout is None else self.problem.dropout.scale
+
+    @property
+    def qk_scale(self) -> float:
+        """What the sums of dQ and dK are multiplied by."""
+        return self.problem.scale * (self.dropout_scale or 1.0)
+
     @functools.cached_property
     def padding(self) -> Padding:
         """Where there may be NaN."""

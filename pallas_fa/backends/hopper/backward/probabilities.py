@@ -49,11 +49,15 @@ def probabilities(
             p = jnp.exp2((tile.scores(x) + statistic("neg_lse", slots.qk)) * LOG2E)
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
-        p = tile.zero_where_masked(p)
-        p_operand = p.astype(dtype) if kind.accumulates_pv else None
+        p = tile.dropped(plan, tile.zero_where_masked(p))
+        kept = jnp.maximum(p, 0.0) if at.dropout and kind.accumulates_qk else p
+        p_operand = kept.astype(dtype) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
-        ds = p * wgmma.result(dp_acc, in_flight=0)
+        dp = wgmma.result(dp_acc, in_flight=0)
+        if at.dropout:  # P < 0 where it is dropped: dP is 0 there, and only -delta remains
+            p, dp = abs(p), jnp.where(p > 0.0, dp, statistic("delta", slots.pv))
+        ds = p * dp
         if plan.padding.behind_mask or plan.scored:
             ds = tile.zero_where_masked(ds)  # behind the mask there may be NaN, and 0 * NaN is NaN
         new_sums = sums

@@ -11,6 +11,7 @@ from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
 from pallas_fa.backends.hopper.backward.work import Block
+from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.backends.hopper.wgmma import Wgmma
 
 
@@ -69,6 +70,11 @@ class Warpgroup:
         return {
             i: self.gmem.arrays[i][(*arrays[i].index(block.b, n), block.number, tile)] for i in arrays.of_kind("word")
         }
+
+    def dropout(self, n: Any) -> HeadDropout | None:
+        """Returns the dropout of query head n; None where there is none."""
+        dropout = self.plan.problem.dropout
+        return dropout and HeadDropout.load(dropout, self.gmem.dropout, self.block.b, n, self.plan.interpret)
 
     def scalars(self, n: Any) -> dict[int, Any]:
         """Returns the arrays without positions, by number, for query head n."""

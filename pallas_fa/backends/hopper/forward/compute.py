@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import TILE, Logits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -34,6 +35,12 @@ class Compute:
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
         self.logits = Logits(plan, block, self.block_steps, wg, self.t0, gmem, scratch)
+        self.dropout = None
+        if plan.problem.dropout is not None:
+            self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
+        # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
+        sinks = gmem.sinks
+        self.sink = None if sinks is None else sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
@@ -111,12 +118,15 @@ class Compute:
         per_query = TILE.reduce(1)
         m = plgpu.layout_cast(jnp.full((64,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), per_query)
         l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
-        x, self.factor = self.logits.apply(
-            x, jnp.asarray(i, jnp.int32), is_boundary, visited
-        )  # the factor is that of all steps
+        # The factor is that of all steps.
+        x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, p.astype(plan.problem.dtype)
+        return acc, m, l, self._dropped(p, i, visited).astype(plan.problem.dtype)
+
+    def _dropped(self, p, i, visited):
+        """Returns the probabilities of step i after dropout, which the epilogue scales."""
+        return p if self.dropout is None else self.dropout.apply(p, self.t0, self.logits.first_key(i, visited))
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -131,7 +141,8 @@ class Compute:
             self._let_next_issue()
             x = self.wgmma.result(x_acc, in_flight=len(accs))
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
-            results = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
+            l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
+            results = l_i, self._dropped(p_i, i, visited), *of_max
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[0]
             return results
@@ -151,16 +162,14 @@ class Compute:
 
     def _finish(self, acc, m, l, p):
         """The last P V, and the stores."""
-        plan, scratch, sink = self.plan, self.scratch, None
-        if self.gmem.sinks is not None:  # arrives while the last P V is under way
-            sink = self.gmem.sinks[self.block.b if self.gmem.sinks.shape[0] > 1 else 0, self.block.n]
+        plan, scratch = self.plan, self.scratch
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
         acc, _ = self.wgmma.updated(lambda accs: self.wgmma.weighted_sums(accs, p, self.v.at[slot]), acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, sink)
+        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, self.sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""
@@ -180,5 +189,5 @@ class Compute:
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 
         plgpu.commit_smem()
-        for _chunk in range(plan.tiles.v.chunks):
+        for _copy in range(plan.tiles.v.chunks * plan.boxes):
             plgpu.barrier_arrive(self.scratch["v_ready"].at[slot])

@@ -38,6 +38,8 @@ def store(
         m, total, rescale = _with_sink(sink, m, total, unit)
     empty = total == 0
     factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
+    if plan.problem.dropout is not None:
+        factor = factor * plan.problem.dropout.scale
     if sink is not None:
         factor = factor * rescale
     lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))

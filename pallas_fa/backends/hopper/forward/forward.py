@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.hopper.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import Load, drain
@@ -27,6 +28,7 @@ from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.operands.layout import ordered
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
 
 
@@ -64,7 +66,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
     [entries, 1, rows of a query block, ...]; out is float32 then. `visits`: the visit table, and `shares`: that of
     stream-K, if the plan has them.
     """
-    q, k, v, score, mask, sinks = operands
+    q, k, v, score, mask, sinks, dropout = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
     arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
     if visits is not None:
@@ -73,6 +75,11 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
         arrays.append(shares)
     if sinks is not None:
         arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
+    if dropout is not None:
+        arrays.append(dropout_in_memory(dropout))
+    if isinstance(k, Paged):
+        arrays.append(k.table)
+        k, v = k.pages, v.pages
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -100,8 +107,12 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `share_table`: of stream-K,
-    None where shares are known while tracing; `sinks`: [B|1, N]."""
+    """Device memory.
+
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `share_table`: of stream-K, None where the
+    shares are known while tracing; `sinks`: [B|1, N]; `dropout`: see there; `page_table`: None where keys and values are
+    not in pages.
+    """
 
     q: Any
     k: Any
@@ -110,16 +121,20 @@ class _Refs(NamedTuple):
     visit_table: Any
     share_table: Any
     sinks: Any
+    dropout: Any
+    page_table: Any
     out: Any
     lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
+    page_table = None if plan.problem.pages is None else arrays.pop()
+    dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
     share_table = arrays.pop() if plan.stream_k and plan.stream_k.visits is None else None
     visit_table = arrays.pop() if plan.visit_table else None
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, share_table, sinks, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, share_table, sinks, dropout, page_table, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 

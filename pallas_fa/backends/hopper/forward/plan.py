@@ -12,6 +12,7 @@ from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.gpu.stream_k import StreamK
+from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import lengths_of
@@ -124,6 +125,11 @@ class ForwardPlan:
     def q_stages(self) -> int:
         """Query blocks in shared memory."""
         return Q_STAGES if self.stream_k else 1
+
+    @property
+    def boxes(self) -> int:
+        """Of how many boxes TMA makes a tile of keys or values: several where it has several pages."""
+        return pages.boxes(self.problem.pages, self.config.block_kv)
 
     @property
     def kv_blocks(self) -> int:

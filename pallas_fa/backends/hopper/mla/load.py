@@ -5,7 +5,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.mla.plan import H, HV, KEYS, PIECES, ROWS
+from pallas_fa.backends.hopper.mla.plan import HV, KEYS, PIECES, ROWS, H
 from pallas_fa.backends.hopper.mla.work import Work
 
 # In the order in which the warpgroups release the pieces of a pair of key blocks.

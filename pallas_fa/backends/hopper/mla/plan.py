@@ -65,7 +65,7 @@ class MlaPlan:
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers by name, in the order in which they lie in memory.
 
-        `p_smem`: probabilities of each warpgroup's keys, for the other; at first, the columns of the queries that are kept in
+        `p_smem`: probabilities for the other warpgroup; at first, the columns of the queries that are kept in
         registers. `rows_smem`: maxima of both warpgroups, and their row sums. `x_ready`, `x_free`: one barrier for each of
         the two key blocks, or for each warpgroup that announces something.
         """

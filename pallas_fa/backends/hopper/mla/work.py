@@ -12,7 +12,7 @@ from pallas_fa.backends.hopper.mla.plan import KEYS, MlaPlan
 class Work(NamedTuple):
     """The work of one CTA: `ROWS` heads of a query of sequence `b`, over `steps` pairs of key blocks, from right to left.
 
-    `query`: its number among the queries of all sequences. `entry`: where its result lies. `limit`: keys that the query sees.
+    `query`: its number among those of all sequences. `entry`: where its result lies. `limit`: keys that it sees.
     `last`: the pair of key blocks of the first step.
     """
 
