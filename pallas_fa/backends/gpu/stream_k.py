@@ -35,8 +35,8 @@ class Segment(NamedTuple):
 class StreamK:
     """The flat list of `units` units, shared by `ctas` CTAs.
 
-    `visits`: of each unit, where all units have the same number, known while tracing; else None, and CTAs read from the table
-    that `table` returns where their shares start.
+    `visits`: of each unit, where all units have the same number, known while tracing; else None, and CTAs read where their
+    shares start from what `table` returns.
     """
 
     ctas: int
@@ -118,7 +118,7 @@ class StreamK:
         return xp.where(first[:, None] == last, whole, shared), cta <= last
 
     def _in_list(self, counts):
-        """(numpy or jax.numpy, where each unit ends in the flat list, where the share of each CTA starts, and the last ends)."""
+        """(numpy or jax.numpy, where each unit ends in the list, where the shares start, and the last one ends)."""
         if isinstance(counts, np.ndarray):
             xp, ends = np, np.cumsum(counts)
         elif self.units <= _FEW:

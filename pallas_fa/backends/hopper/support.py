@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims
+from pallas_fa.backends.hopper.mla import support as mla
 from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
@@ -20,6 +21,8 @@ _MAX_HEAD_DIM = 256
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
+    if problem.values_in_keys:
+        return mla.supports(problem, gpu)
     kernels = head_dims.padded(problem)
     if problem.pages and kernels is not problem:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
@@ -30,7 +33,9 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     if problem.pages:
         return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
-    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu))
+    forward = problem.config and problem.config.forward
+    only_named = NEVER_RUN if forward and forward.stream_k else None
+    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):

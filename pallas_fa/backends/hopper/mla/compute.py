@@ -46,7 +46,7 @@ class Warpgroup:
 
     def _step(self, i, carry, is_boundary):
         step = self._first if self.wg == 0 else self._second
-        return step(self._logits(i, is_boundary), *carry, i, is_boundary)
+        return step(self._logits(i, is_boundary), carry, i, is_boundary)
 
     def _logits(self, i, is_boundary):
         """The products of the queries and this warpgroup's key block; -inf past the limit."""
@@ -67,31 +67,33 @@ class Warpgroup:
         s = self.work.key_block(i, slot) * KEYS + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
         return jnp.where(s < self.work.limit, x, -jnp.inf)
 
-    def _first(self, x, acc, m, l, i, is_boundary):
+    def _first(self, x, carry, i, is_boundary):
         """A step of the first warpgroup."""
+        acc, m, l = carry
         own_m = jnp.maximum(m, x.max(axis=1) * self.unit)
-        self._announce("max", own_m)
+        self._announce(own_m)
         p = self._exp2(x * self.unit, own_m, is_boundary)
         acc, p_operand = self._times(acc, self._exp2(m, own_m, is_boundary)), p.astype(self.plan.problem.dtype)
         self._zero_padding(i, 0, is_boundary)
 
         def body(accs):
             self.wgmma.matmul(accs[0], p_operand, self._values(0))
-            new_m = self._announced("max")
+            new_m = self._announced()
             rescale = self._exp2(own_m, new_m, is_boundary)
             rescaled = self._times(p, rescale)
             self._hand_over(rescaled)
-            return new_m, rescale, self._plus_sums(l * self._exp2(m, new_m, is_boundary), rescaled)
+            return new_m, rescale, l * self._exp2(m, new_m, is_boundary) + rescaled.sum(axis=1)
 
         (acc,), (m, rescale, l) = self.wgmma.updated(body, (acc,), like=(m, m, l))
         plgpu.barrier_arrive(self.scratch["left_free"].at[0])
         acc = self._others_values(self._times(acc, rescale), i, is_boundary)
         return acc, m, l
 
-    def _second(self, x, acc, m, l, i, is_boundary):
+    def _second(self, x, carry, i, is_boundary):
         """A step of the second warpgroup."""
-        new_m = jnp.maximum(self._announced("max"), x.max(axis=1) * self.unit)
-        self._announce("max", new_m)
+        acc, m, l = carry
+        new_m = jnp.maximum(self._announced(), x.max(axis=1) * self.unit)
+        self._announce(new_m)
         p, rescale = self._exp2(x * self.unit, new_m, is_boundary), self._exp2(m, new_m, is_boundary)
         acc, p_operand = self._times(acc, rescale), p.astype(self.plan.problem.dtype)
         self._zero_padding(i, 1, is_boundary)
@@ -102,7 +104,7 @@ class Warpgroup:
 
         (acc,), _ = self.wgmma.updated(body, (acc,))
         plgpu.barrier_arrive(self.scratch["right_free"].at[1])
-        return self._others_values(acc, i, is_boundary), new_m, self._plus_sums(l * rescale, p)
+        return self._others_values(acc, i, is_boundary), new_m, l * rescale + p.sum(axis=1)
 
     def _others_values(self, acc, i, is_boundary):
         """Adds P V of the other warpgroup's key block."""
@@ -124,15 +126,15 @@ class Warpgroup:
         """`slot`, but such that compilers compute the descriptors of matmuls from it anew in each step (see `opaque`)."""
         return opaque(jnp.int32(slot), self.plan.interpret)
 
-    def _announce(self, what, x):
-        """Lets the other warpgroup see a value for each row."""
-        self.scratch["rows_smem"][self.wg] = x
+    def _announce(self, m):
+        """Lets the other warpgroup see the maxima."""
+        self.scratch["rows_smem"][self.wg] = m
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch[f"{what}_ready"].at[self.wg])
+        plgpu.barrier_arrive(self.scratch["max_ready"].at[self.wg])
 
-    def _announced(self, what):
+    def _announced(self):
         other = 1 - self.wg
-        plgpu.barrier_wait(self.scratch[f"{what}_ready"].at[other])
+        plgpu.barrier_wait(self.scratch["max_ready"].at[other])
         return plgpu.load(self.scratch["rows_smem"].at[other], layout=_PER_ROW)
 
     def _hand_over(self, p):
@@ -150,10 +152,6 @@ class Warpgroup:
     @staticmethod
     def _times(x, factor):
         return x * lax.broadcast_in_dim(factor, x.shape, [0])
-
-    @staticmethod
-    def _plus_sums(l, p):
-        return l + p.sum(axis=1)
 
     def _zero_padding(self, i, slot, is_boundary):
         """Zeroes this warpgroup's values past the limit, which may be NaN."""
