@@ -47,6 +47,7 @@ THINNED = {
     "test_backward_kernel.py::test_options_of_a_config_lower": 3,
     "test_backward_kernel.py::test_padding_may_hold_nan": 1,
     "test_backward_kernel.py::test_what_is_in_the_gradient_of_an_empty_rows_lse_is_harmless": 1,
+    "test_benchmarks.py::test_decoding_steps_are_attention": 2,
     "test_benchmarks.py::test_every_form_agrees_with_truth": 10,
     "test_block_masks.py::test_a_computed_block_mask_is_its_mask": 3,
     "test_block_masks.py::test_kernels_lower": 1,

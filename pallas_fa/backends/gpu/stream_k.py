@@ -94,39 +94,35 @@ class StreamK:
         return int(np.minimum(visits, -(-(visits - 1) // np.maximum(share, 1)) + 1).max())
 
     def table(self, counts: Any) -> Any:
-        """Returns where the shares start, int32 [ctas + 1, 2]: unit, and number of the visit in the unit.
+        """Returns where each share starts, and the last one ends, int32 [ctas + 1, 2]: unit, and visit in the unit.
 
-        `counts`: visits of each unit, [units], at least one each; a NumPy array where they are known while tracing.
+        `counts`: visits of each unit, [units], at least one each; a NumPy array where they are known while tracing, and then
+        the result is one too.
         """
-        xp, ends, starts = self._in_list(counts)
-        before = ends <= starts[:, None]
-        return xp.stack([before.sum(axis=1), starts - xp.where(before, ends, 0).max(axis=1)], axis=1).astype(np.int32)
-
-    def contributions(self, counts: Any, most: int) -> tuple[Any, Any]:
-        """Returns (entry, whether it is another result) of all results of each unit, both [units, results].
-
-        `counts`: as in `table`. `most`: of the results that one unit may have, if counts are not known.
-        """
-        xp, ends, starts = self._in_list(counts)
-        starts = starts[:-1]
-        first = (starts <= (ends - counts)[:, None]).sum(axis=1) - 1
-        last = (starts < ends[:, None]).sum(axis=1) - 1
-        part = np.arange(int((last - first).max()) + 1 if xp is np else most)
-        cta, last = first[:, None] + part, last[:, None]
-        shared = self.units + 2 * xp.minimum(cta, last) + xp.where(part == 0, 1, 0)
-        whole = np.arange(self.units)[:, None]
-        return xp.where(first[:, None] == last, whole, shared), cta <= last
-
-    def _in_list(self, counts):
-        """(numpy or jax.numpy, where each unit ends in the list, where the shares start, and the last one ends)."""
+        number = np.arange(self.units)
         if isinstance(counts, np.ndarray):
             xp, ends = np, np.cumsum(counts)
         elif self.units <= _FEW:
-            number = np.arange(self.units)
             xp, ends = jnp, jnp.where(number[:, None] >= number, counts, 0).sum(axis=1, dtype=jnp.int32)
         else:
             xp, ends = jnp, jnp.cumsum(counts, dtype=jnp.int32)
-        return xp, ends, _share_start(ends[-1], self.ctas, np.arange(self.ctas + 1, dtype=np.int32), xp)
+        starts = _share_start(ends[-1], self.ctas, np.arange(self.ctas + 1, dtype=np.int32), xp)
+        before = ends <= starts[:, None]
+        return xp.stack([before.sum(axis=1), starts - xp.where(before, ends, 0).max(axis=1)], axis=1).astype(np.int32)
+
+    def contributions(self, table: Any, most: int) -> tuple[Any, Any]:
+        """Returns (entry, whether it is another result) of all results of each unit, both [units, results].
+
+        `table`: what `table` returns. `most`: of the results that one unit may have, if the table is not known.
+        """
+        xp = np if isinstance(table, np.ndarray) else jnp
+        unit, visit = table[:-1, 0], table[:-1, 1]
+        number = np.arange(self.units)[:, None]
+        first = ((unit < number) | ((unit == number) & (visit == 0))).sum(axis=1, keepdims=True) - 1
+        last = (unit <= number).sum(axis=1, keepdims=True) - 1
+        part = np.arange(int((last - first).max()) + 1 if xp is np else most)
+        shared = self.units + 2 * xp.minimum(first + part, last) + xp.where(part == 0, 1, 0)
+        return xp.where(first == last, number, shared), first + part <= last
 
 
 def _share_start(total, ctas, cta, xp=jnp):

@@ -64,9 +64,10 @@ def _by_stream_k(plan: ForwardPlan, operands: Operands, mask: Any) -> tuple[Any,
         first, *_, last = _known_visits(plan, mask) if table is None else (table[..., i] for i in range(4))
         xp, shape = (np if table is None else jnp), (dims.B, dims.N, plan.blocks.count)
         counts = xp.broadcast_to(last - first, shape).reshape(-1)
-    out, lse = run(plan, operands, table, None if mask is None else stream_k.table(counts))
+    shares = stream_k.table(counts)
+    out, lse = run(plan, operands, table, None if mask is None else shares)
     alike = 1 if table is not None and table.shape[1] > 1 else dims.N
-    entry, is_another = stream_k.contributions(counts, stream_k.most_results(plan.kv_blocks, alike))
+    entry, is_another = stream_k.contributions(shares, stream_k.most_results(plan.kv_blocks, alike))
     parts = PartialResult(out[entry, 0], jnp.where(is_another[..., None], lse[entry, 0, : out.shape[2]], -jnp.inf))
     by_head = lambda x: x.reshape(dims.B, dims.N, -1, *x.shape[2:])[:, :, : dims.T]
     return tuple(map(by_head, merge_along(1, parts)))
