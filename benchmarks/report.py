@@ -87,8 +87,8 @@ def _decode(found: Sequence[Row]) -> list[str]:
             f"{name}={one[name]}" for name in (*"BTSNKH", "Hv", "length", "window", "sinks") if one.get(name)
         )
         lines.append([shape, *(_decode_step(each.get(name), each[names[0]]) for name in names)])
-    rates = {name: found[0].get(f"{name}_bytes_per_s") for name in ("copy", "read")}
-    said = " and ".join(f"to {name} an array goes at {rate / 1e12:.2f} TB/s" for name, rate in rates.items() if rate)
+    rates = {"copying an array moves": "copy_bytes_per_s", "adding one up reads": "read_bytes_per_s"}
+    said = " and ".join(f"{does} {found[0][name] / 1e12:.2f} TB/s" for does, name in rates.items() if name in found[0])
     return [
         "One step of decoding, us, and its bytes of keys and values a second, of 4.8 TB/s (TFLOP/s, of latent attention). In"
         f" the same run, {said}.\n",
