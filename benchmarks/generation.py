@@ -33,7 +33,6 @@ from models.sample import Sampling
 from models.step import Params
 from pallas_fa.cache import KeyValueCache
 
-_MEMORY_BYTES_PER_S = 4.8e12  # of an H200
 _IMPLEMENTATIONS = "pallas_fa:None", "jax.nn:cudnn", "jax.nn:xla"
 
 
@@ -119,15 +118,12 @@ def measure(
     for each, found in samples.items():
         seconds = statistics.median(found)
         rows[each] |= dict(p50_ms=seconds * 1e3, tokens_per_s=batch / seconds)
-        rows[each]["of_memory"] = rows[each]["bytes"] / seconds / _MEMORY_BYTES_PER_S
     yield from rows.values()
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
-    told = lambda row: (
-        row["error"] or f"{row['tokens_per_s']:10,.0f} tokens/s {row['p50_ms']:8.3f} ms a step {row['of_memory']:6.1%}"
-    )
+    told = lambda row: row["error"] or f"{row['tokens_per_s']:10,.0f} tokens/s {row['p50_ms']:8.3f} ms a step"
     return "\n".join(f"{row['workload']:6} {row['implementation']:22} {told(row)[:110]}" for row in rows)
 
 

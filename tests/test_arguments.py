@@ -120,6 +120,8 @@ def test_two_dims():
     with pytest.raises(ValueError, match=r"pass `query\[:, None\]`"):
         pallas_fa.dot_product_attention(q, q, q)
     assert pallas_fa.dot_product_attention(q[:, None], q[:, None], q[:, None]).shape == (5, 1, 8)
+    with pytest.raises(ValueError, match=r"pass `query\[None\]`"):
+        pallas_fa.dot_product_attention(q, q, q, layout="BNTH")
 
 
 def test_a_config_for_nobody():

@@ -13,7 +13,17 @@ import numpy as np
 from jax import lax
 
 from pallas_fa.backends.xla import chunks
-from pallas_fa.backends.xla.matmuls import cut_keys, heads_first, matmul_dtype, prepare, pv, qk, transpose_grouped, xp
+from pallas_fa.backends.xla.matmuls import (
+    cut_keys,
+    heads_first,
+    matmul_dtype,
+    prepare,
+    pv,
+    qk,
+    transpose_grouped,
+    without_padding,
+    xp,
+)
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
@@ -29,7 +39,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     start = jnp.zeros(shape, problem.dtype), PartialResult.empty(shape, problem.acc_dtype, operands.sinks).lse
     if 0 in (B, T, N, problem.dims.S):
         return start  # every row is empty; a chunk of size 0 would divide by 0
-    q, k, v = prepare(problem, operands)
+    lengths = lengths_of(mask)
+    q = without_padding(problem, operands.q, lengths.q_lengths)
     queries, keys = chunks.split_axes(problem)
     over_visited = chunks.loop_over_visited(mask, "kv_range", queries, keys)
 
@@ -39,7 +50,9 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         def kv_step(j, carry):
             state, acc = carry
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
-            k_j, v_j = (cut_keys(problem, operands, x, keys, j) for x in (k, v))
+            cut = lambda x: cut_keys(problem, x, lengths.kv_lengths, keys, j)
+            k_j = cut(operands.k)
+            v_j = k_j[..., : problem.Hv] if problem.values_in_keys else cut(operands.v)
             x = problem.scale * qk(problem, q_i, k_j)
             x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)
