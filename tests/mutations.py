@@ -32,6 +32,7 @@ MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
 BLOCKS = "tests/test_block_masks.py"
+OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -62,6 +63,8 @@ MUTATIONS = (
     Mutation("backends/hopper/forward/epilogue.py", "total * rescale + weight", "total * rescale", FORWARD),
     Mutation("softmax/sinks.py", "-p * delta", "p * delta", "tests/test_table.py"),
     Mutation("context_parallel/whole_blocks.py", "mask=mask, sinks=None)", "mask=mask)", "tests/test_context_parallel.py"),
+    Mutation("context_parallel/decode_attention.py", "Part((0, 0, 0, start)", "Part((0, 0, 0, 0)", OVER_DEVICES),
+    Mutation("context_parallel/decode_attention.py", "mask, dropout", "mask, operands.sinks, dropout", OVER_DEVICES),
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/hopper/backward/tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),

@@ -32,7 +32,11 @@ def _arrays(rng, B, T, S):
 CALLS = {
     "plain": (lambda rng, B, T, S: {}, lambda a, T, S: {}),
     "bands, operands, BNTH": (
-        lambda rng, B, T, S: {"left": np.arange(B) + 20, "slopes": np.abs(_normal(rng, N)), "sinks": _normal(rng, B, N)},
+        lambda rng, B, T, S: {
+            "left": np.arange(B) + 20,
+            "slopes": np.abs(_normal(rng, N)),
+            "sinks": _normal(rng, B, N),
+        },
         lambda a, T, S: {
             "layout": "BNTH",
             "sinks": a["sinks"],

@@ -14,7 +14,18 @@ from jax import lax
 
 from pallas_fa.backends.xla import chunks, plan, rows
 from pallas_fa.backends.xla.cotangents import Cotangents
-from pallas_fa.backends.xla.matmuls import cut_keys, ds_dtype, heads_first, prepare, pv, qk, transpose_grouped, xp
+from pallas_fa.backends.xla.matmuls import (
+    cut_keys,
+    ds_dtype,
+    heads_first,
+    prepare,
+    pv,
+    qk,
+    transpose_grouped,
+    without_padding,
+    xp,
+)
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import tile
@@ -31,7 +42,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         return start  # every row is empty; a chunk of size 0 would divide by 0
     if (queries := plan.whole_rows(problem)) is not None:
         return rows.forward(problem, operands, queries)
-    q, k, v = prepare(problem, operands)
+    lengths = lengths_of(mask)
+    q = without_padding(problem, operands.q, lengths.q_lengths)
     queries, keys = chunks.split_axes(problem)
     over_visited = chunks.loop_over_visited(mask, "kv_range", queries, keys)
 
@@ -41,7 +53,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         def kv_step(j, carry):
             state, acc = carry
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
-            k_j, v_j = (cut_keys(problem, operands, x, keys, j) for x in (k, v))
+            k_j, v_j = (cut_keys(problem, x, lengths.kv_lengths, keys, j) for x in (operands.k, operands.v))
             x = problem.scale * qk(problem, q_i, k_j)
             x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)

@@ -23,23 +23,27 @@ def ds_dtype(problem: Problem) -> Any:
 
 
 def prepare(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding; pages as they are."""
+    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding."""
     lengths = lengths_of(operands.mask)
-    prepared = lambda x, n: x if isinstance(x, Paged) else tile.zero_padding(x, n).astype(matmul_dtype(problem))
     padded = ((operands.q, lengths.q_lengths), (operands.k, lengths.kv_lengths), (operands.v, lengths.kv_lengths))
-    return tuple(prepared(x, n) for x, n in padded)
+    return tuple(without_padding(problem, x, n) for x, n in padded)
 
 
-def cut_keys(problem: Problem, operands: Operands, x: Any, keys: Chunks, j: Any) -> Any:
-    """Returns key chunk j of x, keys or values that `prepare` gave: [B, K, chunk, dim]."""
-    if isinstance(x, Paged):
-        first = lax.div(keys.start(j), jnp.int32(x.size))
-        lengths = lengths_of(operands.mask).kv_lengths
-        rows = x.gather(first, keys.chunk // x.size)
-        x = tile.zero_padding(rows, lengths - keys.start(j)).astype(matmul_dtype(problem))
-    else:
-        x = keys.cut(x, j, 1)
-    return heads_first(x)
+def without_padding(problem: Problem, x: Any, lengths: Any) -> Any:
+    """Returns x [B, length, heads, dim] in the dtype of the matmuls, 0 at and past its lengths."""
+    return tile.zero_padding(x, lengths).astype(matmul_dtype(problem))
+
+
+def cut_keys(problem: Problem, x: Any, lengths: Any, keys: Chunks, j: Any) -> Any:
+    """Returns key chunk j of x, keys or values of the call, as `prepare` does, but [B, K, chunk, dim].
+
+    A chunk at a time, so that a decoding step copies neither its cache nor its pages.
+    """
+    start = keys.start(j)
+    rows = (
+        x.gather(lax.div(start, jnp.int32(x.size)), keys.chunk // x.size) if isinstance(x, Paged) else keys.cut(x, j, 1)
+    )
+    return heads_first(without_padding(problem, rows, None if lengths is None else lengths - start))
 
 
 def qk(problem: Problem, a: Any, b: Any) -> Any:
