@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa import dot_product_attention, masks, scores
+from pallas_fa import dot_product_attention, explain, masks, scores
 from pallas_fa.backends import reference
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.stream_k import StreamK
@@ -136,6 +136,16 @@ def test_stream_k_shares_every_visit_once(units, ctas):
         np.testing.assert_array_equal(table, starts)
         entries, is_another = map(np.asarray, stream_k.contributions(table, most))
         assert [list(x[flags]) for x, flags in zip(entries, is_another, strict=True)] == found
+
+
+def test_more_queries_do_not_split_keys():
+    with pytest.raises(NotImplementedError, match="T=17 is more than 16 queries"):
+        dot_product_attention(*inputs(17), implementation="mosaic_gpu", config=STREAM_K)
+
+
+def test_stream_k_is_taken_by_name_only():
+    told = explain(*inputs(1), config=STREAM_K)
+    assert "mosaic_gpu: could, but only when named" in told
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from pallas_fa.backends.hopper.forward.forward import run
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem
-from pallas_fa.softmax.merging import PartialResult, merge, merge_along
+from pallas_fa.softmax.merging import PartialResult, merge, merge_per_element
 
 
 @padded_forward
@@ -68,9 +68,13 @@ def _by_stream_k(plan: ForwardPlan, operands: Operands, mask: Any) -> tuple[Any,
     out, lse = run(plan, operands, table, None if mask is None else shares)
     alike = 1 if table is not None and table.shape[1] > 1 else dims.N
     entry, is_another = stream_k.contributions(shares, stream_k.most_results(plan.kv_blocks, alike))
-    parts = PartialResult(out[entry, 0], jnp.where(is_another[..., None], lse[entry, 0, : out.shape[2]], -jnp.inf))
+    lse = lse[..., : out.shape[2]]
+    parts = (
+        PartialResult(out[i, 0], jnp.where(flag[:, None], lse[i, 0], -jnp.inf))
+        for i, flag in zip(entry.T, is_another.T, strict=True)
+    )
     by_head = lambda x: x.reshape(dims.B, dims.N, -1, *x.shape[2:])[:, :, : dims.T]
-    return tuple(map(by_head, merge_along(1, parts)))
+    return tuple(map(by_head, merge_per_element(*parts)))
 
 
 def _known_visits(plan, mask):

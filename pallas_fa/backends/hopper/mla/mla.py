@@ -16,7 +16,7 @@ from pallas_fa.backends.hopper.mla.load import load
 from pallas_fa.backends.hopper.mla.plan import HALVES, ROWS, MlaPlan
 from pallas_fa.backends.hopper.mla.work import Work
 from pallas_fa.problem import Operands, Problem
-from pallas_fa.softmax.merging import PartialResult, merge_along
+from pallas_fa.softmax.merging import PartialResult, merge_per_element
 
 _REGISTERS = 240, 24  # of a thread of a compute warpgroup and of the load warpgroup
 
@@ -32,8 +32,8 @@ def attention(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool
     out, lse = run(plan, operands.q.reshape(-1, dims.N, problem.H), operands.k[:, :, 0], _limits(plan, operands.mask))
     lse = lse[:, : dims.N]
     if plan.kv_splits > 1:
-        by_part = PartialResult(*(x.reshape(plan.queries, plan.kv_splits, *x.shape[1:]) for x in (out, lse)))
-        out, lse = merge_along(1, by_part)
+        parts = (PartialResult(out[i :: plan.kv_splits], lse[i :: plan.kv_splits]) for i in range(plan.kv_splits))
+        out, lse = merge_per_element(*parts)
     return out.astype(problem.dtype).reshape(dims.B, dims.T, dims.N, problem.Hv), lse.reshape(dims.B, dims.T, dims.N)
 
 
