@@ -32,7 +32,7 @@ def _supports(problem: Problem) -> Support:
         return Support.neither(NO_TILES.format(config=problem.config))
     from pallas_fa.backends.xla import plan
 
-    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, remark=plan.remark(problem))
+    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, memory=plan.memory(problem))
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
