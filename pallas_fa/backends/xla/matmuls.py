@@ -17,6 +17,11 @@ def matmul_dtype(problem: Problem) -> Any:
     return problem.dtype if problem.dtype.itemsize > 1 else jnp.float32
 
 
+def ds_dtype(problem: Problem) -> Any:
+    """Returns the dtype of dS in its matmuls: float32 for float16 inputs, since dS may exceed the largest float16."""
+    return jnp.float32 if problem.dtype == jnp.float16 else matmul_dtype(problem)
+
+
 def prepare(problem: Problem, operands: Operands) -> tuple[Any, ...]:
     """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding."""
     lengths = lengths_of(operands.mask)
@@ -65,6 +70,14 @@ def xp(problem: Problem, x: Any, p: Any) -> Any:
     p = p.astype(x.dtype).reshape(B, K, G, T, -1)
     dimensions = (((3, 4), (2, 3)), ((0, 1), (0, 1)))
     return lax.dot_general(x, p, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
+
+
+def ptx(problem: Problem, p: Any, x: Any) -> Any:
+    """Multiplies [B, N, T, S] x [B, N, T, H] -> [B, K, S, H], summing over T and the query heads of a group."""
+    B, N, T, _ = x.shape
+    p, x = (a.astype(x.dtype).reshape(B, problem.K, N // problem.K * T, -1) for a in (p, x))
+    dimensions = (((2,), (2,)), ((0, 1), (0, 1)))
+    return lax.dot_general(p, x, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
 
 
 def heads_first(x: Any) -> Any:

@@ -13,10 +13,10 @@ import numpy as np
 
 from pallas_fa.backends.gpu import grouped_rows, schedule
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.hopper.decode.choose import choose
-from pallas_fa.backends.hopper.forward.forward import run, visit_table
+from pallas_fa.backends.hopper.forward.forward import run
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax.merging import PartialResult, merge, merge_per_element
@@ -44,7 +44,7 @@ def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = 
 
 def _by_parts(plan: ForwardPlan, operands: Operands, mask: Any) -> tuple[Any, Any]:
     """Returns (out [B, N, T, Hv], lse [B, N, T]). `mask` answers range questions."""
-    out, lse = run(plan, operands, visit_table(plan, mask))
+    out, lse = run(plan, operands, plan.table_of_visits(mask))
     lse, splits = lse[:, :, : plan.problem.dims.T], plan.config.kv_splits
     # In the order of the rows, so that XLA reorders the sum and not each part.
     reorder = (lambda x: x) if plan.query_layout == "BNTH" else lambda x: jnp.swapaxes(x, 1, 2)
@@ -59,7 +59,7 @@ def _by_stream_k(plan: ForwardPlan, operands: Operands, mask: Any) -> tuple[Any,
     """Returns what `_by_parts` does."""
     stream_k, dims = plan.stream_k, plan.problem.dims
     assert stream_k is not None
-    table, counts = visit_table(plan, mask), np.full(stream_k.units, plan.kv_blocks)
+    table, counts = plan.table_of_visits(mask), np.full(stream_k.units, plan.kv_blocks)
     if mask is not None:
         first, *_, last = _known_visits(plan, mask) if table is None else (table[..., i] for i in range(4))
         xp, shape = (np if table is None else jnp), (dims.B, dims.N, plan.blocks.count)
