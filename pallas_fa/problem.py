@@ -88,6 +88,7 @@ class Problem:
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False
+    part_of_keys: bool = False  # whether a backward's out and lse are those of more keys than it gets
     layout: Layout = "BTNH"
     config: Any = None
 
