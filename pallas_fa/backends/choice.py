@@ -125,10 +125,10 @@ def _runs_here(backend):
 
 def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
-    if backend.platform is None:
-        return ""
     support, other = backend.supports(problem), _gradients(problem, backend, known).name
-    reason, where = support.backward, where + (f"; {support.remark}" if support.remark else "")
+    reason, where = support.backward, "; ".join([where, *filter(None, (support.remark, support.memory))])
+    if backend.platform is None:
+        return where
     if problem.forward_mode:
         reason, other = "forward_mode=True", "xla"
     if problem.pages:

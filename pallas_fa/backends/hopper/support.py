@@ -8,6 +8,7 @@ import jax
 from pallas_fa.backends.gpu import head_dims
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import why_not, why_not_functions
+from pallas_fa.backends.hopper.mla import support as mla
 from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.problem import Problem
 
@@ -15,6 +16,8 @@ from pallas_fa.problem import Problem
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
+    if problem.values_in_keys:
+        return mla.supports(problem, gpu)
     kernels = head_dims.padded(problem)
     if problem.pages and kernels is not problem:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
@@ -25,7 +28,9 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     if problem.pages:
         return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
-    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu))
+    forward = problem.config and problem.config.forward
+    only_named = NEVER_RUN if forward and forward.stream_k else None
+    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):
@@ -64,11 +69,18 @@ def _config_reason(problem):
     if problem.config is None:
         return None
     from pallas_fa.backends.hopper.config import Config
+    from pallas_fa.backends.hopper.decode.choose import MOST_QUERIES
 
     if isinstance(problem.config, Config):
-        split = problem.config.forward is not None and problem.config.forward.kv_splits > 1
-        if split and problem.mask is not None and problem.mask.has_blocks:
+        forward = problem.config.forward
+        if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
+            return None
+        if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
+        if problem.dims.T > MOST_QUERIES:
+            return (
+                f"config={problem.config!r} splits the keys, and T={problem.dims.T} is more than {MOST_QUERIES} queries"
+            )
         return None
     return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
 

@@ -35,6 +35,8 @@ def _why_no_forward(problem, gpu):
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 8.0 and above"
     if problem.pages:
         return "keys in pages; its kernels read keys that lie together"
+    if problem.values_in_keys:
+        return "values that lie in the keys; its kernels read them from arrays of their own"
     return _config_reason(problem) or why_not_functions(problem) or _arrays_reason(problem, gpu)
 
 

@@ -1,4 +1,4 @@
-"""The `xla` backend: attention in plain JAX, in chunks; any platform, any float dtype, O(T) memory.
+"""The `xla` backend: attention in plain JAX, in chunks; any platform, any float dtype, memory by the rule of `plan`.
 
 Its code is imported when it first runs.
 """
@@ -19,6 +19,8 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
+    if problem.pages and problem.dims.has_symbolic_length:
+        return Support.neither("a symbolic length with keys in pages, which are not padded to whole chunks")
     if problem.forward_mode and problem.dims.has_symbolic_length:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
@@ -28,7 +30,9 @@ def _supports(problem: Problem) -> Support:
         return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     if problem.config is not None:
         return Support.neither(NO_TILES.format(config=problem.config))
-    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None)
+    from pallas_fa.backends.xla import plan
+
+    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, memory=plan.memory(problem))
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
