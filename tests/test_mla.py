@@ -1,5 +1,7 @@
 """Latent attention with absorbed weights: against its definition, the kernel interpreted, lowered for CUDA, and on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,13 +44,13 @@ def test_is_its_definition(implementation, T):
     lengths = np.array([7, 40, 0], np.int32)
     query, cache = normal(3, T, 4, 24), normal(3, 40, 24)
     padding = np.arange(40)[None, :, None] >= lengths[:, None, None]
-    call = dict(scale=SCALE, value_dim=16, implementation=implementation, return_residual=True)
-    given = jnp.where(padding, jnp.nan, cache)
-    out, lse = mla_decode_attention(query, given, lengths=lengths, **call)
+    options = dict(scale=SCALE, value_dim=16, implementation=implementation, return_residual=True)
+    call = jax.jit(functools.partial(mla_decode_attention, **options))
+    out, lse = call(query, jnp.where(padding, jnp.nan, cache), lengths=lengths)
     for got, want in zip((out, lse), defined(query, cache, lengths, 16), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
     # Without batch dims, and without lengths.
-    alone = mla_decode_attention(query[1], cache[1], **call)
+    alone = call(query[1], cache[1])
     for got, want in zip(alone, (out, lse), strict=True):
         np.testing.assert_allclose(got, want[1], atol=2e-6)
 
@@ -58,7 +60,7 @@ def test_the_cache_gets_the_gradients_of_keys_and_of_values():
 
     def gradients(implementation):
         call = dict(scale=SCALE, value_dim=16, lengths=jnp.array([4, 10]), implementation=implementation)
-        return jax.grad(lambda *x: jnp.sin(mla_decode_attention(*x, **call)).sum(), (0, 1))(query, cache)
+        return jax.jit(jax.grad(lambda *x: jnp.sin(mla_decode_attention(*x, **call)).sum(), (0, 1)))(query, cache)
 
     for got, want in zip(gradients(None), gradients("reference"), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -107,10 +109,13 @@ def test_the_kernel_reads_one_array_and_is_taken_by_name_only():
 
 
 def test_parts_fill_the_gpu():
-    splits = lambda B, S: (
-        MlaPlan.of(mla._normalise(normal(B, 1, 128, H), normal(B, S, H), scale=SCALE)[0], Gpu("9.0", 132, 0)).kv_splits
-    )
-    assert splits(64, 256) == 1
+    def splits(B, S):
+        problems = []
+        shapes = jax.ShapeDtypeStruct((B, 1, 128, H), jnp.bfloat16), jax.ShapeDtypeStruct((B, S, H), jnp.bfloat16)
+        jax.eval_shape(lambda *x: problems.append(mla._normalise(*x, scale=SCALE)[0]), *shapes)
+        return MlaPlan.of(problems[0], Gpu("9.0", 132, 0)).kv_splits
+
+    assert splits(64, 8192) == 1
     assert splits(1, 8192) > 16
     assert splits(1, 64) == 1
 

@@ -8,14 +8,12 @@ from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
-_MAX_HEAD_DIM = 256
 
-
-def why_not(problem: Problem) -> str | None:
+def why_not(problem: Problem, max_head_dim: int = 256) -> str | None:
     """Returns None if kernels can do `problem` on some GPU, with some tiles, else the reason; says nothing of functions."""
     for name, size in (("H", problem.H), ("Hv", problem.Hv)):
-        if size > _MAX_HEAD_DIM:
-            return f"head dim {name}={size}; it takes at most {_MAX_HEAD_DIM}"
+        if size > max_head_dim:
+            return f"head dim {name}={size}; it takes at most {max_head_dim}"
     if problem.dims.is_symbolic:
         return "a symbolic size; its kernels are made for sizes that are known"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):

@@ -1,8 +1,7 @@
 """Which problems the kernel for latent attention can do. Importing this imports no part of Pallas."""
 
-import jax.numpy as jnp
-
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.support import why_not
 from pallas_fa.backends.record import NEVER_RUN, Support
 from pallas_fa.problem import Problem
 
@@ -23,18 +22,13 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
 
 def _why_no_forward(problem, gpu):
-    dims = problem.dims
-    if dims.is_symbolic:
-        return "a symbolic size; its kernels are made for sizes that are known"
     if (problem.H, problem.Hv) != (_H, _HV):
         return f"head dims H={problem.H} and Hv={problem.Hv} of latent attention; it takes {_H} and {_HV}"
-    if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
-    if 0 in (dims.B, dims.T, dims.S, dims.N):
-        return "a dim of size 0"
+    if reason := why_not(problem, _H):
+        return reason
     if problem.scale <= 0:
         return f"scale={problem.scale} in latent attention; it takes factors above 0"
-    for name, size in (("N", dims.N), ("S", dims.S)):
+    for name, size in (("N", problem.dims.N), ("S", problem.dims.S)):
         if size % _MULTIPLE:
             return f"{name}={size} in latent attention; it takes multiples of {_MULTIPLE}"
     if gpu.compute_capability != "9.0":
