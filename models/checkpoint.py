@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from models.checksums import find_damage, has_checksums, write_checksums
 from models.errors import TrainingError, UsageError, is_disk_full, is_out_of_memory
 from models.folder import CHECKPOINTS, list_steps, resume_command
+from models.output import print_error
 from models.step import Params, TrainState
 
 METADATA_BYTES = 2**18  # Orbax's own files beside the arrays, amply
@@ -68,7 +69,8 @@ class Checkpoints:
     def restore(self, like: TrainState) -> TrainState:
         """The latest checkpoint, bit for bit, with the shapes, dtypes and placement of `like`. Raises UsageError."""
         target = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
-        return _restore(self._checkpointer, target, self.out, list_steps(self.out)[-1], self._way_back)
+        read = lambda arrays: self._checkpointer.restore(arrays, args=target)
+        return _restore(read, self.out, list_steps(self.out)[-1], self._way_back)
 
     def _way_back(self) -> str:
         """How to continue from the latest checkpoint but one, or from one before it if that is damaged too."""
@@ -100,20 +102,32 @@ def restore_params(out: Path, step: int, like: Params) -> Params:
     remedy = (
         f"Name another one with --step ({', '.join(others)})." if others else "There is no other: name another run."
     )
+
+    def read(arrays: Path) -> Params:
+        # Compared before: a restore that fails leaves threads of tensorstore behind, and one of fewer arrays does not fail.
+        if _shapes(checkpointer.metadata(arrays).item_metadata["params"]) != _shapes(like):
+            raise ValueError("its parameters are those of another model")
+        return checkpointer.restore(arrays, args=target)["params"]
+
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return _restore(checkpointer, target, out, step, lambda: remedy)["params"]
+        return _restore(read, out, step, lambda: remedy)
 
 
-def _restore(checkpointer: ocp.Checkpointer, target: Any, out: Path, step: int, way_back: Callable[[], str]) -> Any:
-    """What `target` asks for of the checkpoint of a step, if it is not damaged. Raises UsageError."""
+def _shapes(tree: Any) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """By the names of the arrays; numbers are names too, as in a file."""
+    return {tuple(str(part.key) for part in path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def _restore[T](read: Callable[[Path], T], out: Path, step: int, way_back: Callable[[], str]) -> T:
+    """What `read` reads of the arrays of a checkpoint, if it is not damaged. Raises UsageError."""
     folder = out.absolute() / CHECKPOINTS / str(step)
     checked = has_checksums(folder)
     if not checked:
-        print(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
+        print_error(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
     elif damage := find_damage(folder):
         raise UsageError(f"The checkpoint of step {step} is damaged: {damage}. {way_back()}")
     try:
-        return checkpointer.restore(folder / ARRAYS, args=target)
+        return read(folder / ARRAYS)
     except Exception as error:
         if is_out_of_memory(error):
             raise

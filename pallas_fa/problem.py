@@ -84,6 +84,7 @@ class Problem:
     sinks: Any = None
     dropout: Dropout | None = None
     pages: Paged | None = None  # of the keys, where they are in pages
+    values_in_keys: bool = False  # the values are the first columns of the keys, as in latent attention
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False

@@ -141,7 +141,7 @@ def test_frequencies_are_probabilities():
         np.testing.assert_allclose(np.bincount(column, minlength=4) / 4000, want / want.sum(), atol=0.03)
 
 
-def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
+def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(monkeypatch):
     config, _, params = model_of(context=32)
     decoder = Decoder(config, params, Sampling(1.0, top_p=0.9))
     prompts = prompts_of(4, 7, 5)
@@ -151,6 +151,6 @@ def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
     other = draw([prompts[0], prompts[0], prompts[1]], 4)
     assert (other[0] != together[0]).any() and (other[0] != other[1]).any()
     step, calls = decoder.step, []
-    decoder.step = lambda *arguments: calls.append(arguments) or step(*arguments)
+    monkeypatch.setattr(decoder, "step", lambda *arguments: calls.append(arguments) or step(*arguments))
     next(decoder.tokens(prompts, 12, 3))
     assert len(calls) == 1  # the second token is under way before the first is looked at

@@ -19,6 +19,8 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
+    if problem.pages and problem.dims.has_symbolic_length:
+        return Support.neither("a symbolic length with keys in pages, which are not padded to whole chunks")
     if problem.forward_mode and problem.dims.has_symbolic_length:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"

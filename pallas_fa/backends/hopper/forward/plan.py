@@ -2,21 +2,20 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.backends.gpu.arrays import KernelArrays
+from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
+from pallas_fa.backends.gpu.stream_k import StreamK
 from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
-from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands.layout import Layout
-from pallas_fa.problem import Problem
+
+Q_STAGES = 2  # query blocks in shared memory where CTAs process segments of a few steps
 
 
 class OperandTiles(NamedTuple):
@@ -29,12 +28,10 @@ class OperandTiles(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(ForwardCore):
     """All that is static in one kernel."""
 
-    problem: Problem
     config: ForwardConfig
-    interpret: bool = False
     rows_first: bool = False  # queries and output are in the layout "BNTH", whatever the problem's is
 
     @property
@@ -52,33 +49,12 @@ class ForwardPlan:
             Tiles(*shape, problem.dtype, layout, self.interpret) for shape, layout in zip(shapes, layouts, strict=True)
         )
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
-        if self.config.kv_splits > 1:  # partial results are float32
-            out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
+        if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
+            layout = "BNTH" if self.stream_k else self.query_layout
+            out = dataclasses.replace(out, dtype=np.dtype(np.float32), layout=layout, in_chunks=True)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
         return OperandTiles(q, k, v, out)
-
-    @functools.cached_property
-    def arrays(self) -> KernelArrays:
-        """The arrays of score and mask; rows have one value per key."""
-        problem, mask = self.problem, self.problem.mask
-        mask = jax.eval_shape(self.in_tiles, mask) if self.visit_lists else mask
-        return KernelArrays.of(problem.score, mask, problem.dims)
-
-    @property
-    def visit_lists(self) -> bool:
-        """Whether CTAs read from lists which key blocks they visit, since a block mask leaves gaps."""
-        return self.problem.mask is not None and self.problem.mask.has_blocks
-
-    def in_tiles(self, mask: Any) -> Any:
-        """Returns what a CTA tests of a mask that has lists."""
-        dims, c = self.problem.dims, self.config
-        return mask.in_tiles((dims.T, dims.S), (c.block_q, c.block_kv))
-
-    @property
-    def visit_table(self) -> bool:
-        """Whether CTAs read from a table which key blocks they visit, since the mask has arrays."""
-        return bool(jax.tree.leaves(self.problem.mask))
 
     @functools.cached_property
     def blocks(self) -> QueryBlocks:
@@ -98,20 +74,39 @@ class ForwardPlan:
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits, group)
 
+    @functools.cached_property
+    def stream_k(self) -> StreamK | None:
+        """How CTAs share the visits of all query blocks; None where each query block has a CTA."""
+        dims = self.problem.dims
+        if not self.config.stream_k:
+            return None
+        visits = self.kv_blocks if self.problem.mask is None else None
+        return StreamK(self.config.stream_k, dims.B * dims.N * self.blocks.count, visits)
+
+    @property
+    def ctas(self) -> int:
+        """How many CTAs the kernel has."""
+        return self.stream_k.ctas if self.stream_k else self.grid.ctas
+
+    @property
+    def several_blocks(self) -> bool:
+        """Whether a CTA may process several query blocks, one after the other."""
+        return self.blocks.pairs > 0 or self.stream_k is not None
+
+    @property
+    def q_stages(self) -> int:
+        """Query blocks in shared memory."""
+        return Q_STAGES if self.stream_k else 1
+
     @property
     def boxes(self) -> int:
         """Of how many boxes TMA makes a tile of keys or values: several where it has several pages."""
         return pages.boxes(self.problem.pages, self.config.block_kv)
 
     @property
-    def kv_blocks(self) -> int:
-        """Key blocks of a sequence."""
-        return -(-self.problem.dims.S // self.config.block_kv)
-
-    @property
     def has_padding_keys(self) -> bool:
         """Whether a step may see keys past the end of the sequence."""
-        return self.problem.dims.S % self.config.block_kv > 0 or self.config.kv_splits > 1
+        return super().has_padding_keys or self.config.kv_splits > 1
 
     @property
     def ping_pong(self) -> bool:
@@ -128,29 +123,9 @@ class ForwardPlan:
         c = self.config
         shorter = self.problem.mask is not None and c.block_q > c.block_kv
         past_the_end = 0 < self.problem.dims.T % c.block_q <= c.block_q - 64
-        return not self.visit_table and c.compute_wgs > 1 and (shorter or past_the_end)
+        return not self.visit_table and not c.stream_k and c.compute_wgs > 1 and (shorter or past_the_end)
 
     @property
     def separate_out(self) -> bool:
         """Whether the output has shared memory of its own, or takes that of the queries."""
-        return self.blocks.pairs > 0 or self.tiles.out != self.tiles.q
-
-    @property
-    def score_streams(self) -> bool:
-        """Whether every step needs its rows and tiles of arrays. Scores apply everywhere, masks in boundary blocks."""
-        return any(i < self.arrays.in_score for i in self.arrays.streamed)
-
-    @property
-    def subtract_max(self) -> bool:
-        """Whether the softmax subtracts the maximum.
-
-        A score with a bound, such as a soft cap, needs no maximum: exp(60) = 1e26, and sums of 10^7 of them, are float32
-        and bfloat16 numbers as good as any (evidence: forward/soft-cap-without-maximum).
-        """
-        bound = None if self.problem.score is None else self.problem.score.bound
-        return bound is None or bound > 60 or self.problem.dtype != jnp.bfloat16
-
-    @property
-    def zeroes_padding(self) -> bool:
-        """Whether values past the key length must be zeroed: they may be NaN, and 0 * NaN is NaN."""
-        return lengths_of(self.problem.mask).kv_lengths is not None
+        return self.several_blocks or self.tiles.out != self.tiles.q
