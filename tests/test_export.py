@@ -32,7 +32,11 @@ def _arrays(rng, B, T, S):
 CALLS = {
     "plain": (lambda rng, B, T, S: {}, lambda a, T, S: {}),
     "bands, operands, BNTH": (
-        lambda rng, B, T, S: {"left": np.arange(B) + 20, "slopes": np.abs(_normal(rng, N)), "sinks": _normal(rng, B, N)},
+        lambda rng, B, T, S: {
+            "left": np.arange(B) + 20,
+            "slopes": np.abs(_normal(rng, N)),
+            "sinks": _normal(rng, B, N),
+        },
         lambda a, T, S: {
             "layout": "BNTH",
             "sinks": a["sinks"],
@@ -155,6 +159,8 @@ def test_what_needs_known_sizes_says_so():
     ):
         with pytest.raises(kind, match=says):
             _export(*_symbolic(), **keywords)
+    with pytest.raises(ValueError, match=r"\(2, 2\) blocks, and the call has the symbolic lengths \(T, S\)=\(t, s\)"):
+        _export(*_symbolic(), mask=masks.block_mask(masks.Causal(), 256, 256))
     query, key, value = _symbolic()
     for dims in ((ANY[0], ANY[1], ANY[2], H), (ANY[0], ANY[1], N, ANY[2])):
         with pytest.raises(ValueError, match="query.shape=.* symbolic number of heads or head dim"):
