@@ -177,6 +177,16 @@ def test_arrays_of_custom_masks_need_a_length_of_at_least_two():
     assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), array).out_avals[0].shape == (*sizes[:2], N, H)
 
 
+def test_block_masks_of_a_symbolic_batch():
+    b, sizes = ANY[0], (ANY[0], 64, 64)
+    blocks = jax.ShapeDtypeStruct((b, 1, 4, 4), jnp.bool_)
+
+    def attend(q, k, v, blocks):
+        return pallas_fa.dot_product_attention(q, k, v, mask=masks.BlockMask(blocks, 16))
+
+    assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), blocks).out_avals[0].shape == (b, 64, N, H)
+
+
 @pytest.mark.parametrize("gradient", (False, True))
 def test_kernels_are_for_one_platform(gradient):
     x = jax.ShapeDtypeStruct((1, 128, N, 64), jnp.bfloat16)
