@@ -74,7 +74,7 @@ def check_side(name: str, x: Any) -> Any:
     """Returns a side of a window: an int >= 0, None for no bound, or an int array; raises for anything else."""
     if x is None:
         return None
-    if not is_static_number(x):
+    if not is_static_number(x) and not isinstance(x, (tuple, list)):
         return offsets.int_array(name, x)
     if not is_static_int(x):
         raise TypeError(f"{name}={x!r} must be an int (keys on that side), an int array, or None (no bound).")
