@@ -100,7 +100,7 @@ def problem_of(case, keywords, qkv=None):
     return normalise(*(qkv or inputs.qkv), **inputs.keywords(inputs.arrays), **keywords)
 
 
-def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU):
+def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU, backward=backward):
     """The gradients, and whether races were found."""
     # Its only door is private: pallas has no public name for what the race detector found.
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
@@ -177,11 +177,11 @@ def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warp
     assert plan.order.store_warps == warps
 
 
-def is_right_and_free_of_races(case, keywords, gpu=GPU):
+def is_right_and_free_of_races(case, keywords, gpu=GPU, backward=backward, why_no_backward=why_no_backward):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
     assert why_no_backward(problem, gpu) is None
-    gradients, races = interpreted(problem, operands, *residuals, gpu=gpu)
+    gradients, races = interpreted(problem, operands, *residuals, gpu=gpu, backward=backward)
     assert not races
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
     truth = xla_gradients(exact, as_float32(operands), *as_float32(residuals))
