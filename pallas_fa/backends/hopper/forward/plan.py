@@ -11,6 +11,7 @@ import numpy as np
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import lengths_of
@@ -47,9 +48,12 @@ class ForwardPlan:
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         layouts = self.query_layout, problem.layout, problem.layout, self.query_layout
+        parts, dtype = products.parts_of(problem.dtype), products.operand_dtype(problem.dtype)
         q, k, v, out = (
-            Tiles(*shape, problem.dtype, layout, self.interpret) for shape, layout in zip(shapes, layouts, strict=True)
+            Tiles(*shape, dtype, layout, self.interpret, parts=parts)
+            for shape, layout in zip(shapes, layouts, strict=True)
         )
+        out = dataclasses.replace(out, dtype=problem.dtype, parts=1)
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         if self.config.kv_splits > 1:  # partial results are float32
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
@@ -128,6 +132,12 @@ class ForwardPlan:
     def separate_out(self) -> bool:
         """Whether the output has shared memory of its own, or takes that of the queries."""
         return self.blocks.pairs > 0 or self.tiles.out != self.tiles.q
+
+    @property
+    def out_over_q(self) -> bool:
+        """Whether the output, whose tiles differ from those of the queries, takes their shared memory all the same."""
+        q, out = (x.copies * x.chunk * x.dtype.itemsize for x in (self.tiles.q, self.tiles.out))
+        return self.separate_out and not self.blocks.pairs and q == out and not self.interpret
 
     @property
     def score_streams(self) -> bool:

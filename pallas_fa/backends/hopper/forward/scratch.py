@@ -1,6 +1,7 @@
 """Shared memory and barriers of the forward kernel."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,23 +35,36 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         scratch["arrays_ready"] = ring(num_arrivals=copies)
     scratch["k_free"] = ring(num_arrivals=c.compute_wgs)
-    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.chunks)
+    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.copies)
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
-    if plan.separate_out:
+    if plan.separate_out and not plan.out_over_q:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     if plan.blocks.pairs:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.chunks + len(columns)))
-    scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
+    if plan.out_over_q:
+        views = (tiles.views(c.compute_wgs, rows=64) for tiles in (plan.tiles.q, plan.tiles.out))
+        scratch["q_smem"] = plgpu.RefUnion(*itertools.chain(*views))
+    else:
+        scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
-        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.chunks)
-    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.chunks)
+        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies)
+    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.copies)
     scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
     return scratch
+
+
+def by_name(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the refs of `scratch` with those that share memory told apart."""
+    if not plan.out_over_q:
+        return scratch
+    views, of_q = tuple(scratch["q_smem"]), len(plan.tiles.q.views(rows=64))
+    refs = {"q_smem": views[:of_q], "out_smem": views[of_q:]}
+    return scratch | {name: x if len(x) > 1 else x[0] for name, x in refs.items()}
 
 
 def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:

@@ -1,0 +1,50 @@
+"""How matmuls are made from operands: one 16-bit product, or several for float32 operands, which are split.
+
+The tensor cores multiply 16-bit numbers exactly and add in float32. A float32 number is split into bfloat16 numbers that
+add up to it: hi, the nearest one, and lo, that of what is left. Of hi and lo together 16 to 17 bits are kept. A float32
+matmul is the sum of hi hi, hi lo and lo hi (Henry, Tang and Heinecke, arXiv 1904.06376; XLA's `BF16_BF16_F32_X3`).
+
+Queries, keys, values and output gradients are split before a kernel, since many CTAs read each of them. The parts of an
+array lie side by side along its heads, so that a tile is loaded part by part with the strides of one array. P and dS are
+split in registers (evidence: library/float32-products).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_fa.operands.layout import Layout
+
+
+def parts_of(dtype: Any) -> int:
+    """Returns how many parts an operand of this dtype is split into."""
+    return 2 if np.dtype(dtype) == np.float32 else 1
+
+
+def operand_dtype(dtype: Any) -> np.dtype:
+    """Returns the dtype of these parts."""
+    return np.dtype(dtype) if parts_of(dtype) == 1 else np.dtype(jnp.bfloat16)
+
+
+def pairs(parts: int) -> tuple[tuple[int, int], ...]:
+    """Returns which parts of two operands are multiplied, by number; the smallest products first."""
+    return tuple((i, total - i) for total in reversed(range(parts)) for i in range(total + 1))
+
+
+def split(x: Any) -> tuple[Any, ...]:
+    """Returns the parts of x as operands of matmuls: of a 16-bit array itself."""
+    if parts_of(x.dtype) == 1:
+        return (x,)
+    hi = x.astype(jnp.bfloat16)
+    return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def in_memory(x: Any, layout: Layout) -> Any:
+    """Returns an operand [B, length, heads, dim] as kernels read it: its parts side by side along the heads."""
+    if parts_of(x.dtype) == 1:
+        return x
+    hi, lo = split(x)
+    # Of an infinite number nothing is left.
+    lo = jnp.where(jnp.isfinite(x) & jnp.isfinite(hi), lo, 0)
+    return jnp.concatenate([hi, lo], axis=layout.index("N"))
