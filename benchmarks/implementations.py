@@ -4,8 +4,8 @@ A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the libra
 `tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
 bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
 `+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block
-mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out the sinks,
-and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
+mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks and
+dropout, and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Implementation:
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
         if self.form == "without":
-            return workload.sinks or workload.layout != "BTNH"
+            return workload.sinks or workload.dropout > 0 or workload.layout != "BTNH"
         masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
         return masked or self.form not in (*MASK_FORMS, "blocks")
 
@@ -111,6 +111,10 @@ class Implementation:
             kwargs["score"] = scores.RelativeBias(arrays["strip"])
         elif w.relative:
             kwargs["bias"] = arrays["strip"][None, :, w.diagonals()]
+        if w.dropout and self.library != "pallas_fa":
+            raise NotImplementedError(f"{self.library} has no dropout")
+        if w.dropout and self.form != "without":
+            kwargs |= {"dropout_rate": w.dropout, "dropout_key": w.dropout_key()}
         if self.form == "deterministic":
             kwargs["deterministic_gradients"] = True
         if w.pattern and self.library == "pallas_fa" and self.form in ("", "deterministic"):

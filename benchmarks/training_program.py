@@ -17,6 +17,7 @@ from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import Compiled, Measured
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload, self_attention
+from models.attention import Dropout
 from models.data import Corpus
 from models.gpt import SIZES
 from models.mesh import ONE_DEVICE, Layout, make_layout
@@ -38,11 +39,12 @@ class AttentionOf:
         value: jax.Array,
         implementation: str | None,
         sinks: jax.Array | None = None,
+        dropout: Dropout | None = None,
     ) -> jax.Array:
         del implementation  # the config's, which is for pallas_fa
         arrays = {"query": query, "key": key, "value": value}
-        if sinks is not None:
-            raise NotImplementedError("the training benchmarks have no sinks")
+        if sinks is not None or dropout is not None:
+            raise NotImplementedError("the training benchmarks have neither sinks nor dropout")
         return self.library.attend(self.workload, arrays, self.library.masks(self.workload))
 
 

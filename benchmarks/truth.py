@@ -1,4 +1,4 @@
-"""Float64 truth for a slice of a workload, written apart from the library, and the errors against it.
+"""Float64 truth for a slice of a workload, written apart from the library (but for the bits of dropout), and the errors.
 
 The slice is the last key head with its group of query heads, of the last batch entry; of every entry where there is a
 bias or sinks, whose gradients are sums over them. All query rows are computed where that is affordable, which gives every
@@ -15,6 +15,7 @@ from jax import lax
 
 from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
+from pallas_fa.softmax.dropout import Dropout
 
 _BLOCK = 2**22  # logits in flight
 _ROWS = 64  # query rows that are checked where all of them would be too many
@@ -78,6 +79,8 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     if w.relative:
         bias = jnp.swapaxes(_cut(w, rows, "strip", arrays["strip"])[:, w.diagonals(rows)], 0, 1)
     lo, hi = (np.broadcast_to(x, (w.B, w.T))[-b:, rows] for x in w.bounds())
+    dropout = Dropout.of(jnp.asarray(w.dropout_key()), w.dropout, w.B, w.N, broadcast=False)
+    seeds = None if dropout is None else tuple(x[-b:, -group:] for x in dropout.seeds)
     parts = []
     with jax.enable_x64(True):
         k, v = (jnp.asarray(x).astype(jnp.float64) for x in (k, v))
@@ -85,7 +88,8 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
             cut = slice(i, i + per_block)
             bias_i = None if bias is None else jnp.moveaxis(bias[cut], 0, 1)
             t, kind = jnp.asarray(rows[cut]), (w.soft_cap, w.pattern)
-            part = _rows(kind, t, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut])
+            multipliers = _multipliers(dropout, seeds, rows[cut], w.S)
+            part = _rows(kind, t, q[:, cut], k, v, do[:, cut], bias_i, sinks, lo[:, cut], hi[:, cut], multipliers)
             parts.append({name: np.asarray(x) for name, x in part.items()})
     values = {name: np.concatenate([p[name] for p in parts], 1) for name in ("out", "query")}
     if whole:
@@ -99,13 +103,24 @@ def truth(w: Workload, arrays: dict[str, Any], d_out: Any, affordable: int) -> T
     return Truth(w, rows, values)
 
 
+def _multipliers(dropout, seeds, rows, S):
+    """What dropout multiplies probabilities by, [b, G, rows, S]; the bits are the library's, and tested there."""
+    if dropout is None:
+        return 1.0
+    keeps = dataclasses.replace(dropout, seeds=seeds).keeps(
+        jnp.asarray(rows, jnp.int32)[:, None], jnp.arange(S)[None, :]
+    )
+    return keeps * dropout.scale
+
+
 @jax.jit(static_argnums=0)
-def _rows(kind, t, q, k, v, d_out, bias, sinks, lo, hi):
+def _rows(kind, t, q, k, v, d_out, bias, sinks, lo, hi, dropout):
     """Outputs and gradients of some rows of queries.
 
     Args:
       kind: (soft cap, pattern).
-      t: [t], the rows; q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t].
+      t: [t], the rows; q [b, t, G, H], k [b, S, H], v [b, S, Hv], bias [G, t, S] or None, sinks [G], lo and hi [b, t];
+        dropout [b, G, t, S] or 1, what probabilities are multiplied by.
     """
     soft_cap, pattern = kind
     q, d_out = (x.astype(jnp.float64) for x in (q, d_out))
@@ -124,14 +139,14 @@ def _rows(kind, t, q, k, v, d_out, bias, sinks, lo, hi):
     with_sinks = jnp.append(jnp.where(ok, x, -jnp.inf), sinks, axis=-1)
     p = jnp.where(with_sinks > -jnp.inf, jax.nn.softmax(with_sinks, axis=-1, where=with_sinks > -jnp.inf), 0)
     p, p_sinks = p[..., :-1], p[..., -1]
-    dp = jnp.einsum("btgh,bsh->bgts", d_out, v)
+    dp = jnp.einsum("btgh,bsh->bgts", d_out, v) * dropout
     delta = jnp.sum(p * dp, axis=-1)
     ds = p * (dp - delta[..., None]) * slope
     results = {
-        "out": jnp.einsum("bgts,bsh->btgh", p, v),
+        "out": jnp.einsum("bgts,bsh->btgh", p * dropout, v),
         "query": scale * jnp.einsum("bgts,bsh->btgh", ds, k),
         "key": scale * jnp.einsum("bgts,btgh->bsh", ds, q),
-        "value": jnp.einsum("bgts,btgh->bsh", p, d_out),
+        "value": jnp.einsum("bgts,btgh->bsh", p * dropout, d_out),
         "sinks": -jnp.sum(p_sinks * delta, axis=(0, 2)),
     }
     return results if bias is None else results | {"bias": jnp.swapaxes(ds.sum(axis=0), 0, 1)}

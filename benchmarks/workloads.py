@@ -39,6 +39,7 @@ class Workload:
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
     layout: Layout = "BTNH"  # of query, key, value and output
+    dropout: float = 0.0  # the rate; the key is that of `dropout_key`
     bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
     relative: bool = False  # a bias of s - t, from an array `strip` [N, T + S - 1] with gradient
     timed: bool = True  # False: compiled for its memory only
@@ -58,6 +59,7 @@ class Workload:
         words += ["sinks"] if self.sinks else []
         words += ["relative_bias"] if self.relative else []
         words += [self.layout] if self.layout != "BTNH" else []
+        words += [f"dropout({self.dropout:g})"] if self.dropout else []
         return " ".join(words) or "full"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -118,6 +120,10 @@ class Workload:
             shapes["strip"] = self.N, self.T + self.S - 1
         arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in shapes.items()}
         return arrays | ({"sinks": jax.ShapeDtypeStruct((self.N,), jnp.dtype(jnp.float32))} if self.sinks else {})
+
+    def dropout_key(self) -> np.ndarray:
+        """A raw key."""
+        return np.array([17, 42], np.uint32)
 
     def out_shape(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(ordered(self.layout, (self.B, self.T, self.N, self.Hv)), jnp.dtype(self.dtype))
@@ -257,6 +263,14 @@ def _operands() -> list[Workload]:
         self_attention("h128-causal-4096-sinks", B=4, S=4096, N=16, H=128, causal=True, sinks=True, provenance=_PAPER),
         self_attention("h128-causal-4096-bnth", B=4, S=4096, N=16, H=128, causal=True, layout="BNTH", provenance=_PAPER),
         self_attention("h128-full-4096-bnth", B=4, S=4096, N=16, H=128, layout="BNTH", provenance=_PAPER),
+        *(
+            self_attention(
+                f"h{H}-{'causal' if causal else 'full'}-4096-dropout", B=4, S=4096, N=2048 // H, H=H, causal=causal,
+                dropout=0.1, provenance=_PAPER,
+            )
+            for H in (64, 128)
+            for causal in (False, True)
+        ),
     ]  # fmt: skip
 
 

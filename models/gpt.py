@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import pallas_fa
-from models.attention import CausalAttention, causal_attention
+from models.attention import CausalAttention, Dropout, causal_attention
 
 # (x [B,T,D], parameters of the first block, of the others) -> the same three, where the first block takes x
 type Gather = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
@@ -38,6 +38,7 @@ class GPTConfig:
     context: int  # T in training; RoPE itself knows no limit
     vocab: int = 256  # V: one token is one byte
     rope_base: float = 10_000.0
+    dropout: float = 0.0  # of the attention's probabilities, in training
     sinks: bool = False  # learned attention sinks, one for each query head of a layer
     dtype: Any = jnp.float32
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
@@ -116,7 +117,13 @@ class Attention(nnx.Module):
         self.out = _linear(config.width, config.width, config, rngs, scale=0.5 / config.layers)
         self.sinks = nnx.Param(jnp.zeros(config.heads)) if config.sinks else None
 
-    def __call__(self, x: jax.Array, positions: jax.Array, past: tuple[jax.Array, jax.Array] | None):
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        past: tuple[jax.Array, jax.Array] | None,
+        dropout: Dropout | None = None,
+    ):
         """x [B,T,D], positions [T], past = (keys, values) each [B,S,K,H] or None -> ([B,T,D], past)."""
         c = self.config
         b, t, _ = x.shape
@@ -125,7 +132,7 @@ class Attention(nnx.Module):
         value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
         sinks = None if self.sinks is None else self.sinks[...]
         if past is None:
-            out = c.attention(query, key, value, c.implementation, sinks)  # [B,T,N,H]
+            out = c.attention(query, key, value, c.implementation, sinks, dropout)  # [B,T,N,H]
         else:
             key = jax.lax.dynamic_update_slice(past[0], key, (0, positions[0], 0, 0))
             value = jax.lax.dynamic_update_slice(past[1], value, (0, positions[0], 0, 0))
@@ -157,8 +164,14 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, past: tuple[jax.Array, jax.Array] | None):
-        out, past = self.attention(self.attention_norm(x), positions, past)
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        past: tuple[jax.Array, jax.Array] | None,
+        dropout: Dropout | None = None,
+    ):
+        out, past = self.attention(self.attention_norm(x), positions, past, dropout)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), past
 
@@ -172,13 +185,18 @@ class GPT(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, cache: KVCache | None = None, positions: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: KVCache | None = None,
+        positions: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """tokens int [B,T] -> (logits float32 [B,T,V], the cache with these tokens added).
 
         Without a cache the tokens stand at 0..T-1, or at `positions`, int [T], where they lie in the order that
         `config.attention` expects. With one they stand at length..length+T-1, and length + T must not exceed its
-        capacity S (that is the caller's to count: length is known only when the program runs).
+        capacity S (that is the caller's to count: length is known only when the program runs). With `dropout_key`, a
+        raw key, there is dropout, as in training; not with a cache.
         """
         if positions is None:
             start = 0 if cache is None else cache.length
@@ -187,7 +205,10 @@ class GPT(nnx.Module):
         keys, values = [], []
         for layer, block in enumerate(blocks):
             past = None if cache is None else (cache.key[layer], cache.value[layer])
-            x, past = block(x, positions, past)
+            dropout = None
+            if self.config.dropout and dropout_key is not None:
+                dropout = Dropout(self.config.dropout, jax.random.fold_in(dropout_key, layer))
+            x, past = block(x, positions, past, dropout)
             if past is not None:
                 keys.append(past[0])
                 values.append(past[1])

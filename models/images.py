@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+import functools
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,16 @@ from models.step import Batch, Params
 from models.vit import SIZES, ViT, ViTConfig
 
 
-def model_config(size: str, dtype: str, implementation: str | None) -> ViTConfig:
-    return dataclasses.replace(SIZES[size], dtype=jnp.dtype(dtype), implementation=implementation)
+def model_config(size: str, dtype: str, implementation: str | None, dropout: float = 0.0) -> ViTConfig:
+    return dataclasses.replace(SIZES[size], dtype=jnp.dtype(dtype), implementation=implementation, dropout=dropout)
+
+
+class Images(NamedTuple):
+    """A batch."""
+
+    images: jax.Array  # float32 [B,8,8,1]
+    labels: jax.Array  # int32 [B]
+    dropout_key: jax.Array | None = None  # a raw key; None without dropout
 
 
 class ImageTask:
@@ -51,20 +60,29 @@ class ImageTask:
         return self.layout.options(params, self.model.config.dtype)
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
-        return cast(jax.Array, pallas_fa.dot_product_attention(query, key, value, implementation=implementation))
+        rate = self.model.config.dropout
+        options: dict[str, Any] = {"dropout_rate": rate, "dropout_key": self._dropout_key(0)} if rate else {}
+        attend = functools.partial(pallas_fa.dot_product_attention, implementation=implementation, **options)
+        return cast(jax.Array, attend(query, key, value))
 
     def batch(self, step: int) -> Batch:
-        return self.layout.place(self.digits.batch(self.seed, step, self.batch_size), "data")
+        batch = Images(*self.layout.place(self.digits.batch(self.seed, step, self.batch_size), "data"))
+        rate = self.model.config.dropout
+        return batch._replace(dropout_key=self.layout.place(self._dropout_key(step))) if rate else batch
 
-    def logits(self, params: Params, images: jax.Array) -> jax.Array:
-        """images [B,8,8,1] -> float32 [B,10]."""
+    def _dropout_key(self, step: int) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.key(self.seed), step))
+
+    def logits(self, params: Params, images: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """images [B,8,8,1] -> float32 [B,10]; with a key, as in training."""
         params = self.layout.gathered(params, self.model.config.dtype)
-        return cast(jax.Array, self.model.apply({"params": params}, images))
+        rngs = {} if dropout_key is None else {"dropout": dropout_key}
+        return cast(jax.Array, self.model.apply({"params": params}, images, bool(rngs), rngs=rngs))
 
-    def loss(self, params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Mean cross-entropy in nats, float32 []. batch: (images [B,8,8,1], labels [B])."""
-        images, labels = batch
-        return optax.softmax_cross_entropy_with_integer_labels(self.logits(params, images), labels).mean()
+    def loss(self, params: Params, batch: Images) -> jax.Array:
+        """Mean cross-entropy in nats, float32 []."""
+        logits = self.logits(params, batch.images, batch.dropout_key)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
     def validate(self, params: Params) -> dict[str, float]:
         logits = self._logits(params, self.digits.validation_images)

@@ -109,7 +109,10 @@ def check_data(settings: Settings, task: Task) -> None:
 def make_task(settings: Settings) -> Task:
     model = (settings.size, settings.dtype, settings.implementation)
     is_text = settings.task == "text"
-    config = text_config(*model, settings.context, settings.sinks) if is_text else image_config(*model)
+    if is_text:
+        config = text_config(*model, settings.context, settings.sinks, settings.dropout)
+    else:
+        config = image_config(*model, settings.dropout)
     kv_heads = config.kv_heads if isinstance(config, GPTConfig) else config.heads
     shared = {"heads": config.heads, "kv_heads": kv_heads, "hidden": config.hidden}
     layout = make_layout(settings.mesh, settings.batch, settings.context or None, **shared)

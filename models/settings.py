@@ -34,6 +34,7 @@ class Settings:
     optimizer: str
     dtype: str
     sinks: bool
+    dropout: float
     implementation: str | None
     mesh: str | None
     out: Path
@@ -49,7 +50,10 @@ class Settings:
 
 
 # What must be the same when a run is resumed: it fixes the parameters that come out.
-FIXED = ("task", "size", "steps", "batch", "context", "learning_rate", "warmup", "seed", "optimizer", "dtype", "sinks")
+FIXED = (
+    *("task", "size", "steps", "batch", "context", "learning_rate", "warmup", "seed", "optimizer", "dtype"),
+    *("sinks", "dropout"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ COMMON: dict[str, Any] = {
     "seed": 0,
     "dtype": "float32",
     "sinks": False,
+    "dropout": 0.0,
     "implementation": None,
     "mesh": None,
     "checkpoint_every": 200,
@@ -108,6 +113,7 @@ RULES: dict[str, Rule] = {
     "seed": ("lie between 0 and 2**32 - 1", lambda value: 0 <= value < 2**32),
     "optimizer": ("be 'adamw' or 'muon'", lambda value: value in ("adamw", "muon")),
     "dtype": ("be 'float32' or 'bfloat16'", lambda value: value in ("float32", "bfloat16")),
+    "dropout": ("lie in [0, 1)", lambda value: 0 <= value < 1),
     "prompt": ("hold at least one character", lambda value: len(value) > 0),
 }  # fmt: skip
 
@@ -157,6 +163,7 @@ def read_record(out: Path) -> dict[str, Any]:
         fields = json.loads(path.read_bytes())
         if isinstance(fields, dict):
             fields.setdefault("sinks", False)  # records from before there were sinks
+            fields.setdefault("dropout", 0.0)  # and dropout
         damage = _find_damage(fields)
     except (OSError, ValueError) as error:  # no file, no JSON, or not even UTF-8
         damage = str(error)
@@ -274,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", help="adamw (the larger sizes' default) or muon (tiny text's), with the same learning rates")
     add("--dtype", help="of the computation: float32 (default) or bfloat16; parameters are always float32")
     add("--sinks", action="store_true", help="the GPT learns an attention sink for each query head of a layer")
+    add("--dropout", type=float, metavar="RATE", help="of the attention's probabilities, in training (default 0)")
     add("--implementation", help="of the attention, as in pallas_fa.dot_product_attention (default: its own choice)")
     add(
         "--mesh",

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from models.attention import Dropout
 from models.baseline import OrderTwo
 from models.data import Corpus
 from models.gpt import GPT, SIZES, GPTConfig, first_and_rest
@@ -19,11 +20,11 @@ from models.mesh import ONE_DEVICE, Layout
 from models.step import Batch, Params
 
 
-def model_config(size: str, dtype: str, implementation: str | None, context: int, sinks: bool = False) -> GPTConfig:
-    shape = SIZES[size]
-    return dataclasses.replace(
-        shape, context=context, dtype=jnp.dtype(dtype), implementation=implementation, sinks=sinks
-    )
+def model_config(
+    size: str, dtype: str, implementation: str | None, context: int, sinks: bool = False, dropout: float = 0.0
+) -> GPTConfig:
+    fields = {"implementation": implementation, "sinks": sinks, "dropout": dropout}
+    return dataclasses.replace(SIZES[size], context=context, dtype=jnp.dtype(dtype), **fields)
 
 
 class Sequences(NamedTuple):
@@ -32,6 +33,7 @@ class Sequences(NamedTuple):
     tokens: jax.Array  # uint8 [B,T]
     targets: jax.Array  # uint8 [B,T]
     positions: jax.Array  # int32 [T], where in the sequence they stand
+    dropout_key: jax.Array | None = None  # a raw key; None without dropout
 
 
 class TextTask:
@@ -82,10 +84,17 @@ class TextTask:
 
     def attention(self, query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None) -> jax.Array:
         sinks = jnp.zeros(query.shape[2]) if self.config.sinks else None
-        return self.config.attention(query, key, value, implementation, sinks)
+        dropout = Dropout(self.config.dropout, self._dropout_key(0)) if self.config.dropout else None
+        return self.config.attention(query, key, value, implementation, sinks, dropout)
 
     def batch(self, step: int) -> Batch:
-        return self._placed(self.corpus.batch(self.seed, step, self.batch_size, self.config.context))
+        placed = self._placed(self.corpus.batch(self.seed, step, self.batch_size, self.config.context))
+        return (
+            placed._replace(dropout_key=self.layout.place(self._dropout_key(step))) if self.config.dropout else placed
+        )
+
+    def _dropout_key(self, step: int) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.key(self.seed), step))
 
     def _placed(self, windows: np.ndarray) -> Sequences:
         """windows: uint8 [B,T+1]."""
@@ -100,7 +109,9 @@ class TextTask:
 
     def _losses(self, params: Params, batch: Sequences) -> jax.Array:
         model = nnx.merge(self.graph, self.layout.in_parts(params, self.config.dtype))
-        logits, _ = model(batch.tokens.astype(jnp.int32), positions=batch.positions)  # [B,T,V]
+        logits, _ = model(
+            batch.tokens.astype(jnp.int32), positions=batch.positions, dropout_key=batch.dropout_key
+        )  # [B,T,V]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))  # [B,T]
 
     def _sum_of_losses_of_first(self, params: Params, batch: Sequences, count: jax.Array) -> jax.Array:

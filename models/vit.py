@@ -21,6 +21,7 @@ class ViTConfig:
     hidden: int
     patch: int  # pixels along a side
     classes: int = 10
+    dropout: float = 0.0  # of the attention's probabilities, in training
     dtype: Any = jnp.float32  # of the computation; parameters are float32
     implementation: str | None = None  # of the attention, as in pallas_fa.dot_product_attention
 
@@ -35,12 +36,15 @@ class Block(nn.Module):
     config: ViTConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """[B,T,D] -> [B,T,D]."""
         c = self.config
         y = nn.LayerNorm(dtype=c.dtype, name="attention_norm")(x)
         x = x + nn.MultiHeadDotProductAttention(
             num_heads=c.heads,
+            dropout_rate=c.dropout,
+            broadcast_dropout=False,
+            deterministic=not train,
             dtype=c.dtype,
             attention_fn=functools.partial(attention_fn, implementation=c.implementation),
             name="attention",
@@ -56,8 +60,8 @@ class ViT(nn.Module):
     config: ViTConfig
 
     @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """images [B, height, width, channels] -> logits float32 [B, classes]."""
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        """images [B, height, width, channels] -> logits float32 [B, classes]; `train`: with dropout."""
         c = self.config
         side = (c.patch, c.patch)
         x = nn.Conv(c.width, side, strides=side, padding="VALID", dtype=c.dtype, name="patches")(images)
@@ -66,6 +70,6 @@ class ViT(nn.Module):
         position = self.param("position", nn.initializers.normal(1.0), (x.shape[1], c.width))
         x = x + position.astype(c.dtype)
         for layer in range(c.layers):
-            x = Block(c, name=f"block_{layer}")(x)
+            x = Block(c, name=f"block_{layer}")(x, train)
         x = nn.LayerNorm(dtype=c.dtype, name="norm")(x).mean(axis=1)  # [B,D]
         return nn.Dense(c.classes, dtype=jnp.float32, name="logits")(x)

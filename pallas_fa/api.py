@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, refuse_dropout, with_signature
+from pallas_fa.arguments import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
@@ -93,7 +93,12 @@ def dot_product_attention(
       forward_mode: True where `jax.jvp` (`jax.jacfwd`, `jax.linearize`, `jax.hessian`) goes through the call; without it JAX
         raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function". Values still come from the
         implementation; tangents, and here gradients too, from XLA in O(T) memory, in any order.
-      dropout_rate: refused unless 0; `pallas_fa.nn.attention_fn` has dropout.
+      dropout_rate: in [0, 1), static: the share of probabilities that are set to 0, after the softmax; the others are
+        divided by 1 - rate, and lse is that without dropout. Rounded to a multiple of 2^-16, which the scale follows.
+      dropout_key: one JAX PRNG key, typed or raw; required if `dropout_rate` > 0. What is dropped is a function of its bits
+        and of the indices (b, n, t, s) in the whole problem: of no implementation, tile size, direction or sharding. Inside
+        `jax.shard_map` the whole problem is that of the shard: fold the position of the device into the key.
+      broadcast_dropout: True drops the same (t, s) in all batch entries and query heads.
       implementation: 'mosaic_gpu' (kernels for NVIDIA Hopper), 'xla' (any platform), 'reference' (dense, for tests; always
         differentiates forward-mode), a tuple of names to try in order, or None: the fastest that can do the call.
       layout: "BTNH", or "BNTH" where query is [*B, N, T, H], key [*B, K, S, H] and value [*B, K, S, Hv], as in PyTorch; the
@@ -110,7 +115,6 @@ def dot_product_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
-    refuse_dropout(arguments)
     out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **arguments)
     return (out, lse) if return_residual else out
 
@@ -118,8 +122,7 @@ def dot_product_attention(
 def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
     """Which implementation `dot_product_attention` would run for these arguments, and why the others would not.
 
-    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed. `dropout_rate` > 0 asks for
-    `pallas_fa.nn.attention_fn`, which has dropout.
+    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
     del return_residual
     arrays, rebuild = arrays_of((args, kwargs))

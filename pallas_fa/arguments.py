@@ -44,6 +44,8 @@ class Arguments(TypedDict, total=False):
     forward_mode: bool
     dropout_rate: float
     layout: Layout
+    dropout_key: ArrayLike | None
+    broadcast_dropout: bool
     config: Any
 
 
@@ -69,16 +71,6 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(given.get(name, False), (bool, np.bool_, type(None))):
             raise TypeError(f"{name}={given[name]!r} must be True or False, known while tracing.")
     return _DEFAULTS | {name: x for name, x in given.items() if x is not None}
-
-
-def refuse_dropout(given: Mapping[str, Any]) -> None:
-    """Raises where dropout is asked of a function that has none."""
-    rate = given.get("dropout_rate")
-    if rate not in (None, 0):
-        raise NotImplementedError(
-            f"dropout_rate={rate!r}: this function has no dropout yet. In Flax modules use"
-            " attention_fn=pallas_fa.nn.attention_fn, which has it; else leave dropout_rate out."
-        )
 
 
 def refuse_forward_mode(given: Mapping[str, Any]) -> None:
@@ -109,14 +101,37 @@ def layout(layout: Any) -> Layout:
     return layout
 
 
-def with_signature[F: Callable[..., Any]](fn: F) -> F:
+def dropout_key(rate: float, key: Any) -> Any:
+    """`dropout_key`, checked, as uint32 [words]."""
+    make = "Make one with jax.random.key(seed), or split or fold_in one that you have."
+    if key is None:
+        raise ValueError(
+            f"dropout_rate={rate}, but dropout_key=None: dropout needs a JAX PRNG key. {make} Use dropout_rate=0.0 for no"
+            " dropout. In a Flax module, attention_fn=pallas_fa.nn.attention_fn takes the module's key."
+        )
+    if not is_array(key):
+        raise TypeError(f"dropout_key={key!r} is a {type(key).__name__}; it must be a JAX PRNG key. {make}")
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_typed and key.dtype != jnp.uint32:
+        raise TypeError(f"dropout_key.dtype={key.dtype} must be that of a JAX PRNG key, typed or raw (uint32). {make}")
+    if (key.shape != ()) if is_typed else (key.shape not in ((2,), (4,))):
+        raise ValueError(
+            f"dropout_key.shape={tuple(key.shape)} must be that of one key: {'()' if is_typed else '(2,) or (4,)'}. Pass one"
+            " of them, dropout_key[i]; a key for each entry of an axis is for jax.vmap over that axis."
+        )
+    return jax.random.key_data(key) if is_typed else jnp.asarray(key)
+
+
+def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
     """`fn`, whose `**arguments` are `Arguments`, with a signature that names each, for `help` and `inspect`.
 
-    Type checkers read the source; here names and defaults say more without the types.
+    Type checkers read the source; here names and defaults say more without the types. `defaults`: those that differ.
     """
     own = inspect.signature(fn).parameters.values()
     named = [p.replace(annotation=p.empty) for p in own if p.kind is not p.VAR_KEYWORD]
-    named += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=d) for x, d in _DEFAULTS.items()]
+    named += [
+        inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=d) for x, d in (_DEFAULTS | defaults).items()
+    ]
     fn.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     return fn
 

@@ -20,6 +20,7 @@ from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered, transpose
 from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
+from pallas_fa.softmax.dropout import Dropout
 
 
 class Operands(NamedTuple):
@@ -27,7 +28,7 @@ class Operands(NamedTuple):
 
     q, k and v, like out and their gradients, have their dims in the order of the problem's layout; lse is always [B,T,N].
     Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or [B|1, N|1, T + S - 1] where they span the diagonals; sinks are
-    [B|1, N, 1, 1]. Those of the mask have no gradient.
+    [B|1, N, 1, 1]. Those of the mask and of dropout have no gradient.
     """
 
     q: Any
@@ -36,6 +37,7 @@ class Operands(NamedTuple):
     score: scores.Score | None = None
     mask: masks.Mask | None = None
     sinks: Any = None
+    dropout: Dropout | None = None
 
     @property
     def differentiable(self) -> tuple[Any, ...]:
@@ -54,7 +56,7 @@ class Operands(NamedTuple):
         no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
         zeros = self._replace(score=jax.tree.map(lambda x: x if is_float(x) else no_gradient(x), self.score))
-        return zeros.with_differentiable(gradients)._replace(mask=None)
+        return zeros.with_differentiable(gradients)._replace(mask=None, dropout=None)
 
 
 class Residuals(NamedTuple):
@@ -67,7 +69,7 @@ class Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is static in one call; hashable. `mask`, `score` and `sinks` hold ShapeDtypeStructs in the places of arrays."""
+    """What is static in one call; hashable. ShapeDtypeStructs are in the places of the arrays of `Operands`."""
 
     dims: Dims
     K: int
@@ -78,10 +80,10 @@ class Problem:
     mask: masks.Mask | None
     score: scores.Score | None
     sinks: Any = None
+    dropout: Dropout | None = None
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False
-    dropout_rate: float = 0.0
     layout: Layout = "BTNH"
     config: Any = None
 
@@ -91,13 +93,14 @@ class Problem:
         _, T, N, H = ordered(layout, operands.q.shape)
         _, S, K, Hv = ordered(layout, operands.v.shape)
         dims, dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype)
-        mask, score, sinks = map(_abstract, (operands.mask, operands.score, operands.sinks))
-        return cls(dims, K, H, Hv, dtype, mask=mask, score=score, sinks=sinks, layout=layout, **static)
+        names = ("mask", "score", "sinks", "dropout")
+        arrays = {x: _abstract(getattr(operands, x)) for x in names}
+        return cls(dims, K, H, Hv, dtype, layout=layout, **arrays, **static)
 
     def with_operands(self, operands: Operands) -> "Problem":
         """The same question about other operands: a part of the arrays, or another mask."""
         B = operands.q.shape[0]
-        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks")
+        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks", "dropout")
         static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
         return Problem.of(operands, self.dims.batch if self.dims.B == B else (B,), **static)
 
@@ -155,7 +158,8 @@ def normalise(
 
     if len(dims.batch) != 1:
         q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
-    operands = Operands(q, k, v, bound_score, bound_mask, checks.sinks(whole(dims), given["sinks"]))
+    sinks = checks.sinks(whole(dims), given["sinks"])
+    operands = Operands(q, k, v, bound_score, bound_mask, sinks, _dropout(whole(dims), given))
     problem = Problem.of(
         operands,
         dims.batch,
@@ -163,11 +167,17 @@ def normalise(
         precision=checks.precision(given["precision"]),
         deterministic_gradients=bool(given["deterministic_gradients"]),
         forward_mode=bool(given["forward_mode"]),
-        dropout_rate=checks.dropout_rate(given["dropout_rate"]),
         layout=layout,
         config=given["config"],
     )
     return problem, operands
+
+
+def _dropout(dims: Dims, given: dict[str, Any]) -> Dropout | None:
+    rate = checks.dropout_rate(given["dropout_rate"])
+    if rate == 0:
+        return None
+    return Dropout.of(checks.dropout_key(rate, given["dropout_key"]), rate, dims.B, dims.N, given["broadcast_dropout"])
 
 
 def _abstract(tree: Any) -> Any:

@@ -83,8 +83,8 @@ def plain(inputs: Inputs) -> Any:
         if inputs.sinks:  # a key whose value is 0
             x = jnp.append(x, jnp.broadcast_to(arrays["sinks"][..., None, None], (*x.shape[:-1], 1)), axis=-1)
             some = some | jnp.isfinite(x[..., -1])
-            v = jnp.pad(v, ((0, 0),) * (v.ndim - 3) + ((0, 1), (0, 0), (0, 0)))
-        p = jnp.where(some[..., None], jax.nn.softmax(x, axis=-1), 0).astype(q.dtype)
+        p = jnp.where(some[..., None], jax.nn.softmax(x, axis=-1), 0)[..., : case.S]
+        p = (p * jnp.asarray(inputs.multipliers, p.dtype)).astype(q.dtype)
         lse = jnp.where(some, jax.nn.logsumexp(x, axis=-1), -jnp.inf)
         return jnp.einsum("...nts,...snh->...tnh", p, v), jnp.swapaxes(lse, -1, -2)
 

@@ -10,12 +10,14 @@ arguments that a caller would write and, independently of the library, with what
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from tests.case_dropout import multipliers
 from tests.case_masks import MASKS as MASKS
 from tests.case_masks import MaskCase
 from tests.case_masks import every_third as every_third
@@ -52,12 +54,14 @@ class Case:
     Hv: int = 64
     batch: tuple[int, ...] = (2,)
     sinks: str = "none"
+    dropout: float = 0.0
 
     def __str__(self):
         batch = "x".join(map(str, self.batch)) or "none"
         sizes = f"T{self.T}-S{self.S}-N{self.N}-K{self.K}-H{self.H}-Hv{self.Hv}-B{batch}"
         sinks = "" if self.sinks == "none" else f"-sinks_{self.sinks}"
-        return f"{self.mask}-{self.score}-{self.dtype}-{sizes}{sinks}"
+        dropout = f"-dropout{self.dropout:g}" if self.dropout else ""
+        return f"{self.mask}-{self.score}-{self.dtype}-{sizes}{sinks}{dropout}"
 
     def inputs(self) -> "Inputs":
         """Arrays of this case, standard normal; the same on every call."""
@@ -75,6 +79,7 @@ class Case:
             mask=MASKS[self.mask](self, rng),
             score=SCORES[self.score](self, rng),
             sinks=SINKS[self.sinks](self, rng),
+            dropout_key=rng.integers(0, 2**32, (2, 4)[self.T % 2], np.uint32),
         )
 
 
@@ -89,6 +94,7 @@ class Inputs:
     mask: MaskCase
     score: ScoreCase
     sinks: dict[str, np.ndarray]  # "sinks", or nothing
+    dropout_key: np.ndarray
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -97,7 +103,21 @@ class Inputs:
 
     def keywords(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of `dot_product_attention`, with these `arrays` in the score, and as sinks."""
-        return {**self.mask.keywords, **self.score.keywords(arrays), **{name: arrays[name] for name in self.sinks}}
+        rate = self.case.dropout
+        dropout = {"dropout_rate": rate, "dropout_key": self.dropout_key} if rate else {}
+        sinks = {name: arrays[name] for name in self.sinks}
+        return {**self.mask.keywords, **self.score.keywords(arrays), **sinks, **dropout}
+
+    @property
+    def multipliers(self) -> Any:
+        """What dropout multiplies the probabilities by, float64 [*B, N, T, S]; 1 without dropout."""
+        case = self.case
+        if not case.dropout:
+            return 1.0
+        shape = math.prod(case.batch), case.N, case.T, case.S
+        return multipliers(self.dropout_key, case.dropout, *np.ogrid[tuple(map(slice, shape))]).reshape(
+            *case.batch, *shape[1:]
+        )
 
     @property
     def allowed(self) -> np.ndarray:
@@ -174,6 +194,17 @@ def _table() -> tuple[Case, ...]:
     ):
         sizes = dict(zip(("N", "K"), _pick(HEADS, i + 1), strict=True), H=64, Hv=64, batch=_pick(BATCHES, i))
         rows.append(Case(113, 203, mask, score, dtype, **sizes, sinks=("heads", "batch")[i % 2]))
+    for i, (T, S, mask, score, dtype) in enumerate(
+        (
+            (113, 203, "causal", "plain", "bfloat16"),
+            (70, 90, "packed", "custom", "float64"),
+            (128, 192, "full", "everything", "float16"),
+            (108, 256, "lengths", "bias_shared", "bfloat16"),
+            (3, 40, "window_causal", "plain", "float32"),
+        )
+    ):
+        sizes = dict(zip(("N", "K"), _pick(HEADS, i + 1), strict=True), batch=_pick(BATCHES, i))
+        rows.append(Case(T, S, mask, score, dtype, **sizes, sinks=_pick(("none", "heads"), i), dropout=0.3))
     return tuple(dict.fromkeys(rows))
 
 

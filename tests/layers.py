@@ -15,7 +15,8 @@ from tests.cases import TABLE, Case
 def representatives(cases: Iterable[Case]) -> frozenset[Case]:
     """Few rows that have every value of every factor that `cases` have, found greedily."""
     factors = lambda c: {("mask", c.mask), ("score", c.score), ("dtype", c.dtype), ("T, S", c.T, c.S),
-                         ("N, K", c.N, c.K), ("H, Hv", c.H, c.Hv), ("batch", c.batch), ("sinks", c.sinks)}  # fmt: skip
+                         ("N, K", c.N, c.K), ("H, Hv", c.H, c.Hv), ("batch", c.batch), ("sinks", c.sinks),
+                         ("dropout", c.dropout)}  # fmt: skip
     left = set().union(*map(factors, cases))
     chosen = []
     while left:

@@ -26,17 +26,18 @@ class _Probabilities(NamedTuple):
     p: np.ndarray
     lse: np.ndarray
     p_sinks: np.ndarray  # [*B, N, T, 1]
+    dropout: Any  # what multiplies p
 
 
 def attention(inputs: Inputs) -> Truth:
     """The definition: logits, score, mask, softmax; rows that attend to nothing give 0 and -inf."""
     case = inputs.case
     group = case.N // case.K
-    q, k, v, scale, taken, p, lse, p_sinks = _probabilities(inputs)
+    q, k, v, scale, taken, p, lse, p_sinks, dropout = _probabilities(inputs)
     d_out, d_lse = _heads_first(inputs.d_out), np.swapaxes(inputs.d_lse.astype(np.float64), -1, -2)
     t, s = _positions(case)
 
-    d_p = d_out @ _contiguous(np.swapaxes(v, -1, -2))
+    d_p = d_out @ _contiguous(np.swapaxes(v, -1, -2)) * dropout
     delta = np.sum(p * d_p, axis=-1, keepdims=True)
     d_x = p * (d_p - delta + d_lse[..., None])
     gradients = {}
@@ -51,16 +52,16 @@ def attention(inputs: Inputs) -> Truth:
         d_x = d_x * by_x
     d_x = scale * d_x
     d_q = d_x @ k
-    d_k, d_v = (_contiguous(np.swapaxes(a, -1, -2)) @ b for a, b in ((d_x, q), (p, d_out)))
+    d_k, d_v = (_contiguous(np.swapaxes(a, -1, -2)) @ b for a, b in ((d_x, q), (p * dropout, d_out)))
     d_k, d_v = (g.reshape(*case.batch, case.K, group, *g.shape[-2:]).sum(axis=-3) for g in (d_k, d_v))
     gradients |= {"query": _back(d_q), "key": _back(d_k), "value": _back(d_v)}
-    return Truth(_back(p @ v), np.swapaxes(lse, -1, -2), gradients)
+    return Truth(_back((p * dropout) @ v), np.swapaxes(lse, -1, -2), gradients)
 
 
 def tangents(inputs: Inputs, dots: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The tangents of out and lse, where the arguments named in `dots` move by these."""
     case = inputs.case
-    q, k, v, scale, taken, p, _, p_sinks = _probabilities(inputs)
+    q, k, v, scale, taken, p, _, p_sinks, dropout = _probabilities(inputs)
     q_dot, k_dot, v_dot = (_heads_first(dots[name]) for name in ("query", "key", "value"))
     k_dot, v_dot = (np.repeat(x, case.N // case.K, axis=-3) for x in (k_dot, v_dot))
     t, s = _positions(case)
@@ -75,7 +76,7 @@ def tangents(inputs: Inputs, dots: dict[str, np.ndarray]) -> tuple[np.ndarray, n
     if inputs.sinks:
         lse_dot = lse_dot + p_sinks[..., 0] * dots["sinks"].astype(np.float64)[..., None]
     p_dot = p * (x_dot - lse_dot[..., None])
-    return _back(p_dot @ v + p @ v_dot), np.swapaxes(lse_dot, -1, -2)
+    return _back((p_dot * dropout) @ v + (p * dropout) @ v_dot), np.swapaxes(lse_dot, -1, -2)
 
 
 def _probabilities(inputs):
@@ -99,7 +100,7 @@ def _probabilities(inputs):
         total = p.sum(axis=-1, keepdims=True) + p_sinks
         lse = (np.where(np.isinf(top), 0, top) + np.log(total))[..., 0]
     p, p_sinks = (weights / np.where(total == 0, 1, total) for weights in (p, p_sinks))
-    return _Probabilities(q, k, v, scale, taken, p, lse, p_sinks)
+    return _Probabilities(q, k, v, scale, taken, p, lse, p_sinks, inputs.multipliers)
 
 
 def _positions(case):

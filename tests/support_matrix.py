@@ -93,7 +93,7 @@ FEATURES = {
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x, "deterministic_gradients": True}
     ),
     '`precision="highest"`': _always(precision="highest"),
-    "dropout, through `pallas_fa.nn.attention_fn`": _always(dropout_rate=0.1),
+    "dropout": _call(((2,), jnp.uint32), keywords=lambda x: {"dropout_rate": 0.1, "dropout_key": x}),
 }
 
 

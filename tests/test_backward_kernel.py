@@ -81,6 +81,15 @@ CASES = {
     "bias of keys": (dataclasses.replace(BASE, mask="causal", score="bias_head_keys"), {}),
     "bias of queries": (dataclasses.replace(BASE, mask="causal", score="bias_head_rows"), {}),
     "alibi": (dataclasses.replace(BASE, score="alibi"), {}),
+    "dropout, causal, grouped heads": (
+        dataclasses.replace(WIDE, T=200, S=200, N=4, K=2, mask="causal", batch=(2,), dropout=0.3),
+        {},
+    ),
+    "dropout, padding, bias of queries": (
+        dataclasses.replace(BASE, mask="lengths", score="bias_head_rows", sinks="heads", dropout=0.3),
+        {},
+    ),
+    "dropout, head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal", dropout=0.3), {}),
     "negative scale": (BASE, {"scale": -0.3}),
     "deterministic": (dataclasses.replace(BASE, mask="causal"), {"deterministic_gradients": True}),
 }
@@ -126,7 +135,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
 BY_TILE = {
     "H=128": ({}, {}),
     "H=64, soft cap": ({"H": 64, "Hv": 64, "score": "soft_cap"}, {"width": 128}),
-    "window, soft cap": ({"T": 512, "mask": "window_causal", "score": "soft_cap"}, {}),
+    "window, soft cap": ({"T": 512, "mask": "window_causal", "score": "soft_cap", "dropout": 0.3}, {}),
 }
 
 

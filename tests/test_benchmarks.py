@@ -22,7 +22,7 @@ _SMALL = [
     self_attention("documents", 2, 24, 4, 8, K=2, causal=True, documents=8, dtype="float32"),
     self_attention("padding", 3, 24, 2, 8, padding=0.5, soft_cap=2.0, dtype="float32"),
     self_attention("bias", 3, 24, 2, 8, padding=0.25, bias="NTS", dtype="float32"),
-    Workload("cross", 2, 5, 24, 4, 2, 8, 16, "float32", sinks=True, layout="BNTH"),
+    Workload("cross", 2, 5, 24, 4, 2, 8, 16, "float32", sinks=True, dropout=0.3, layout="BNTH"),
     self_attention("relative", 2, 24, 4, 8, K=2, causal=True, relative=True, dtype="float32"),
     self_attention("neighbours", 2, 24, 4, 8, K=2, causal=True, pattern="neighbours", dtype="float32"),
 ]

@@ -82,6 +82,10 @@ CASES = {
         {**tokens(), "slopes": np.linspace(0.1, 1, N, dtype=np.float32), "bias": normal((1, T), 6)},
         {"is_causal": True},
     ),
+    "dropout": (
+        {**tokens(), "dropout_key": np.array([3, 4], np.uint32)},
+        {"dropout_rate": 0.3, "broadcast_dropout": True},
+    ),
 }
 
 
@@ -189,6 +193,15 @@ def test_a_ring_of_one_device_is_attention(placement):
 @pytest.mark.parametrize("name", CASES)
 def test_all_to_all_attention_is_attention(name):
     check(name, all_to_all_attention, 4, "contiguous")
+
+
+@pytest.mark.parametrize("attention", (ring_attention, all_to_all_attention), ids=lambda x: x.__name__)
+def test_dropout_of_batch_entries_and_heads(attention, monkeypatch):
+    """Inside of shard_map batch entries are those of the shard, so they are on every device here."""
+    arrays, static = CASES["dropout"]
+    case = arrays, {**static, "broadcast_dropout": False, "is_causal": True, "logits_soft_cap": 3.0}
+    monkeypatch.setitem(CASES, "dropout of heads", case)
+    check("dropout of heads", attention, 8, "zigzag")
 
 
 @pytest.mark.parametrize(("size", "placement"), ((2, "zigzag"), (8, "zigzag"), (8, "contiguous")))
@@ -373,7 +386,7 @@ def call(attention=ring_attention, length=4, specs=None, heads=2, **keywords):
         (TypeError, r"axis_name=\('data', 'ring'\) must be one name", {"axis_name": ("data", "ring")}),
         (ValueError, "placement='zig' is not a way", {"placement": "zig"}),
         (NotImplementedError, "forward_mode=True: .* reverse mode only", {"forward_mode": True}),
-        (NotImplementedError, "dropout_rate=0.1: this function has no dropout", {"dropout_rate": 0.1}),
+        (ValueError, "dropout_rate=0.1, but dropout_key=None", {"dropout_rate": 0.1}),
         (ValueError, "query has the odd length 3 on each of 4 devices", {"length": 3}),
         (ValueError, "key is the same on all devices", {"specs": (P(None, "ring"), P(), P(None, "ring"))}),
         (ValueError, "query is the same on all devices", {"specs": (P(), P(None, "ring"), P(None, "ring"))}),

@@ -220,6 +220,31 @@ BAD = {
     "sinks of rows": ({"sinks": shape(B, N, T)}, ValueError, ("sinks.shape=(2, 4, 5)", "[*B, N] = (2, 4)")),
     "one sink": ({"sinks": 0.5}, ValueError, ("sinks.shape=()", "[N] = (4,)", "all heads share")),
     "integer sinks": ({"sinks": ints(N)}, TypeError, ("sinks.dtype=int32", "float", ".astype(jnp.float32)")),
+    # dropout
+    "rate of 1": ({"dropout_rate": 1.0}, ValueError, ("dropout_rate=1.0", "[0, 1)", "Use 0.0")),
+    "negative rate": ({"dropout_rate": -0.1}, ValueError, ("dropout_rate=-0.1", "[0, 1)")),
+    "traced rate": ({"dropout_rate": shape()}, ValueError, ("dropout_rate", "[0, 1)")),
+    "dropout without a key": ({"dropout_rate": 0.1}, ValueError, ("dropout_rate=0.1", "dropout_key=None", "jax.random.key")),
+    "a seed as key": (
+        {"dropout_rate": 0.1, "dropout_key": 3},
+        TypeError,
+        ("dropout_key=3", "int", "PRNG key", "jax.random.key(seed)"),
+    ),
+    "integers as key": (
+        {"dropout_rate": 0.1, "dropout_key": ints(2)},
+        TypeError,
+        ("dropout_key.dtype=int32", "uint32", "jax.random.key"),
+    ),
+    "several typed keys": (
+        {"dropout_rate": 0.1, "dropout_key": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))},
+        ValueError,
+        ("dropout_key.shape=(3,)", "one key", "dropout_key[i]", "jax.vmap"),
+    ),
+    "several raw keys": (
+        {"dropout_rate": 0.1, "dropout_key": shape(3, 2, dtype=jnp.uint32)},
+        ValueError,
+        ("dropout_key.shape=(3, 2)", "(2,) or (4,)", "jax.vmap"),
+    ),
     "a score as sinks": ({"sinks": scores.SoftCap(2)}, TypeError, ("sinks is a SoftCap", "[N]", "score=")),
     # the rest
     "function as score": ({"score": jnp.tanh}, TypeError, ("score", "scores.Custom(fn)", "scores.Bias(array)")),

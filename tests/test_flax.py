@@ -247,30 +247,27 @@ def test_decode_with_our_module(framework, batch):
     assert_close(decoded(*cached, x, rule)[..., : T - 1, :], expected[..., : T - 1, :])
 
 
-@pytest.mark.parametrize(("batch", "broadcast_dropout"), [((), False), ((2,), True), ((2, 3), False), ((2, 3), True)])
-def test_dropout_equals_flax(batch, broadcast_dropout):
-    qkv = tuple(normal(i, *batch, T, N, H) for i in range(3))
-    kwargs = {
-        "mask": CAUSAL[0, 0],
-        "dropout_rng": jax.random.key(4, impl="rbg"),  # compiles in a tenth of the default's time
-        "dropout_rate": 0.3,
-        "broadcast_dropout": broadcast_dropout,
-    }
-    run = lambda fn: with_gradients(lambda _, *a: fn(*a, **kwargs), (), *qkv)
-    ours = run(attention_fn)
-    assert_close(ours, run(flax.linen.dot_product_attention if batch else nnx.dot_product_attention))
-    undropped = compiled(attention_fn)(*qkv, **kwargs, deterministic=True)
-    assert_close(undropped, compiled(flax.linen.dot_product_attention)(*qkv, mask=kwargs["mask"]))
-    assert not np.allclose(undropped, ours[0], atol=1e-2)
-    text = pallas_fa.explain(*qkv, dropout_rate=0.3)
-    assert "reference: runs this call, dropout in plain jnp" in text and "xla: cannot: it has no dropout" in text
+@pytest.mark.parametrize("broadcast", (None, False))
+def test_dropout_of_the_function(broadcast):
+    """That of `dot_product_attention`, where Flax draws its own; batch entries and heads share it, unless told not to."""
+    qkv, key = tuple(normal(i, 2, T, N, H) for i in range(3)), jax.random.key(4)
+    given = {} if broadcast is None else {"broadcast_dropout": broadcast}
+    options = {"is_causal": True, "dropout_rate": 0.3}
+    want = pallas_fa.dot_product_attention(*qkv, **options, dropout_key=key, broadcast_dropout=broadcast is None)
+    plain = pallas_fa.dot_product_attention(*qkv, is_causal=True)
+    assert not np.allclose(want, plain, atol=1e-2)
+    for name in ("dropout_rng", "dropout_key"):
+        assert_close(attention_fn(*qkv, **options, **given, **{name: key}), want)
+        assert_close(attention_fn(*qkv, **options, **given, **{name: key}, deterministic=True), plain)
+    with pytest.raises(ValueError, match="dropout_rng and dropout_key are both given"):
+        attention_fn(*qkv, **options, dropout_rng=key, dropout_key=key)
 
 
 def test_linen_drops_no_dropout_on_the_way_to_the_function_itself():
     """linen passes what a function's signature names, and leaves the rest out without a word."""
     x, key = jnp.ones((1, 4, 8)), jax.random.key(0)
     fields = {"num_heads": 2, "attention_fn": pallas_fa.dot_product_attention}
-    with pytest.raises(NotImplementedError, match="dropout_rate=0.1.*attention_fn=pallas_fa.nn.attention_fn"):
+    with pytest.raises(ValueError, match="dropout_rate=0.1, but dropout_key=None.*pallas_fa.nn.attention_fn"):
         module = flax.linen.MultiHeadDotProductAttention(**fields, dropout_rate=0.1)
         module.init_with_output({"params": key, "dropout": key}, x, deterministic=False)
     out, _ = flax.linen.MultiHeadDotProductAttention(**fields).init_with_output(key, x)
@@ -279,20 +276,29 @@ def test_linen_drops_no_dropout_on_the_way_to_the_function_itself():
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_dropout_in_modules(framework):
+    """Flax's module with our function and ours do the same, from the same key; without dropout they do what Flax does."""
     x = normal(1, 2, T, D)
-    fields = {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False}
-    params, flaxs = make(framework, False, x, **fields)
-    hooked = make(framework, False, x, attention_fn=attention_fn, **fields)[1]
-    calls = flaxs, hooked, make(framework, True, x, **fields)[1]
+    fields = {"dropout_rate": 0.3, "broadcast_dropout": False}
+    params, flaxs = make(framework, False, x, **fields, deterministic=True)
+    hooked, ours, plain = (
+        make(framework, own, x, **hook, **fields)[1]
+        for own, hook in (
+            (False, {"attention_fn": attention_fn, "deterministic": False}),
+            (True, {"deterministic": False}),
+            (True, {"deterministic": True}),
+        )
+    )
 
     @jit
-    def run(params, x, key):
-        rngs = ({"dropout": key} if framework == "linen" else nnx.Rngs(dropout=key) for _ in calls)
-        return [call(params, x, rngs=rng) for call, rng in zip(calls, rngs, strict=True)]
+    def run(params, x, *keys):
+        rngs = lambda key: {"dropout": key} if framework == "linen" else nnx.Rngs(dropout=key)
+        dropped = [call(params, x, rngs=rngs(key)) for call in (hooked, ours) for key in keys]
+        return flaxs(params, x), dropped, plain(params, x)
 
-    expected, hooked, ours = run(params, x, jax.random.key(4))
-    assert_close(hooked, expected)
-    assert_close(ours, expected)
+    expected, (hooked_1, hooked_2, ours_1, ours_2), undropped = run(params, x, jax.random.key(4), jax.random.key(5))
+    assert_close((ours_1, ours_2), (hooked_1, hooked_2))
+    assert_close(undropped, expected)
+    assert not np.allclose(ours_1, ours_2, atol=1e-2) and not np.allclose(ours_1, expected, atol=1e-2)
 
 
 FIELDS = [{}, {"normalize_qk": True}, {"use_bias": False}, {"decode": True}]
@@ -344,8 +350,6 @@ def test_checkpoints_of_nnx(fields):
 
 ERRORS = {  # fields, arguments of the call, what is raised
     "sow_weights": ({}, {"sow_weights": True}, NotImplementedError, "never in memory here.*dot_product_attention"),
-    "kernel": ({"dropout_rate": 0.1, "implementation": "mosaic_gpu"}, {}, NotImplementedError, "it has no dropout yet"),
-    "xla": ({"dropout_rate": 0.1, "implementation": ("mosaic_gpu", "xla")}, {}, NotImplementedError, "dropout_rate=0"),
     "rate": ({"dropout_rate": 1.5}, {}, ValueError, r"dropout_rate=1.5 must be in \[0, 1\)"),
     "soft cap": ({"logits_soft_cap": -1.0}, {}, ValueError, "logits_soft_cap=-1.0 must be positive"),
     "window": ({"local_window_size": (1, -2)}, {}, ValueError, r"local_window_size\[1\]=-2 must not be negative"),

@@ -58,6 +58,17 @@ RELATIVE_CASES = tuple(
     )
 )
 
+DROPOUT_CASES = tuple(
+    Case(T, S, mask, score, DTYPES[i % 2], N=4, K=2, H=H, Hv=H, dropout=0.3)
+    for i, (T, S, mask, score) in enumerate(
+        ((333, 517, "full", "plain"), (517, 333, "packed", "soft_cap"), (1024, 1024, "causal", "plain"))
+    )
+    for H in (64, 128, 256)
+) + (
+    Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=128, Hv=128, dropout=0.3),
+    Case(8, 1024, "full", "plain", "bfloat16", N=4, K=2, H=128, Hv=128, dropout=0.3),
+)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
@@ -66,9 +77,37 @@ def poisoned_memory():
         jax.block_until_ready(jnp.full((size,), jnp.nan, jnp.float32)).delete()
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES + RELATIVE_CASES, ids=str)
+@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES + RELATIVE_CASES + DROPOUT_CASES, ids=str)
 def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
+
+
+@pytest.mark.parametrize("first_query", (0, 48, 40))
+@pytest.mark.parametrize("S", (64, 128))
+def test_kernels_drop_the_elements_of_the_definition(S, first_query):
+    """Forward, by equal probabilities and V = 1; backward, by dV of cotangents 1. On shards that start at 48 or 40, too."""
+    from pallas_fa.backends.gpu.device import Gpu
+    from pallas_fa.backends.hopper.backward.backward import backward
+    from pallas_fa.backends.hopper.forward.forward import forward
+    from pallas_fa.operands.part import Part
+    from pallas_fa.problem import Residuals, normalise
+    from tests.case_dropout import multipliers
+
+    B, T, N, words = 2, S, 3, np.array([5, 2**31 + 6], np.uint32)
+    zeros, ones = jnp.zeros((B, T, N, S), jnp.bfloat16), jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
+    ones = ones.astype(jnp.bfloat16)
+    _, operands = normalise(zeros, zeros, ones, dropout_rate=0.3, dropout_key=words)
+    moved = operands.dropout.moved(Part((0, 0, jnp.int32(first_query), 0), (B, N, first_query or T, S)))
+    operands = operands._replace(dropout=moved)
+    problem = normalise(zeros, zeros, ones)[0].with_operands(operands)
+    run = jax.jit(functools.partial(forward, problem, gpu=Gpu.visible()))
+    out, lse = run(operands)
+    grads = jax.jit(functools.partial(backward, problem, gpu=Gpu.visible()))
+    d_v = grads(Residuals(operands, out, lse), ones, jnp.zeros_like(lse))[2]
+    t = np.arange(T) + first_query
+    want = multipliers(words, 0.3, *np.ix_(np.arange(B), np.arange(N), t, np.arange(S))) > 0
+    np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)).swapaxes(1, 2) > 0, want)
+    np.testing.assert_array_equal(np.asarray(d_v.astype(jnp.float32)).transpose(0, 2, 3, 1) > 0, want)
 
 
 # With so few heads the tables choose no pairs: there would be too few CTAs.

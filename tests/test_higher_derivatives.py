@@ -12,6 +12,8 @@ from pallas_fa.masks import Causal, Dense, Lengths, Segments
 from pallas_fa.scores import Alibi, Bias, Custom
 from tests.cases import wave
 
+_KEY = np.array([3, 4], np.uint32)
+
 
 def _small_loss(implementation, a):
     """A scalar of few elements, of out and lse, with something of everything."""
@@ -19,7 +21,7 @@ def _small_loss(implementation, a):
     out, lse = pallas_fa.dot_product_attention(
         a["query"], a["key"], a["value"], a["bias"], scale=a["scale"], logits_soft_cap=3.0, score=score,
         mask=Causal("bottom_right") & Segments(np.array([0, 1]), np.array([0, 1, 1])),
-        sinks=a["sinks"], implementation=implementation, return_residual=True,
+        sinks=a["sinks"], dropout_rate=0.3, dropout_key=_KEY, implementation=implementation, return_residual=True,
     )  # fmt: skip
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.cos(lse)))
 

@@ -72,6 +72,11 @@ CASES = {
     "two pairs at a time, an odd number of blocks": (dataclasses.replace(BASE, T=270, mask="causal"), TWO_PAIRS),
     "two pairs at a time, one pair left, segments": (dataclasses.replace(BASE, T=370, mask="segments"), TWO_PAIRS),
     "sinks, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), TWO),
+    "dropout, causal": (dataclasses.replace(BASE, T=200, N=4, mask="causal", batch=(2,), dropout=0.3), THREE),
+    "dropout, everything": (
+        dataclasses.replace(BASE, mask="segments", score="everything", sinks="heads", dropout=0.3),
+        PAIRS_PING_PONG,
+    ),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 

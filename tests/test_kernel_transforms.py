@@ -49,6 +49,11 @@ PROGRAMS = {
     "vmap of queries": (jax.vmap(lambda q: gradient(q, K, V, BIAS)), (stacked(Q),), 2),
     "vmap of bias": (jax.vmap(lambda bias: gradient(Q, K, V, bias)), (stacked(BIAS),), 2),
     "vmap of sinks": (jax.vmap(lambda sinks: gradient(Q, K, V, BIAS, sinks=sinks)), (jnp.ones((3, 4)),), 2),
+    "vmap of keys of dropout": (
+        jax.vmap(lambda key: gradient(Q, K, V, BIAS, dropout_rate=0.1, dropout_key=key)),
+        (jnp.ones((3, 2), jnp.uint32),),
+        2,
+    ),
     "vmap of segment ids": (jax.vmap(with_ids), (jnp.stack([jnp.tile(IDS, (2, 1))] * 3),), 2),
     "vmap of vmap": (
         jax.vmap(jax.vmap(lambda q, k: gradient(q, k, k, BIAS), (0, None)), (None, 0)),

@@ -16,5 +16,5 @@ def test_a_thinned_test_exists(name):
 def test_representatives_have_every_value_of_every_factor():
     few = layers.representatives(cases.TABLE)
     assert len(few) < len(cases.TABLE) / 3
-    for factor in ("mask", "score", "dtype", "batch", "T", "S", "N", "K", "H", "Hv", "sinks"):
+    for factor in ("mask", "score", "dtype", "batch", "T", "S", "N", "K", "H", "Hv", "sinks", "dropout"):
         assert {getattr(c, factor) for c in few} == {getattr(c, factor) for c in cases.TABLE}, factor

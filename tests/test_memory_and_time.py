@@ -55,6 +55,7 @@ _LINEAR = {
         "score": scores.Alibi(jnp.ones(8)),
     },
     "relative bias": lambda T: {"score": scores.RelativeBias(jnp.ones((8, 2 * T - 1)))},
+    "dropout": lambda T: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
 }
 
 

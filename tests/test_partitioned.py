@@ -137,6 +137,7 @@ BLOCKS = masks.block_mask(
     masks.Custom(lambda b, n, t, s: (n + t // 5 + s // 3) % 3 > 0), T, S, (5, 3), heads=8
 ) & masks.BlockMask(normal((B, 1, 4, 6)) < 0.7, (7, 3))
 REPLICATED_KEYS = {"key": P(), "value": P()}
+DROPOUT = {"dropout_rate": 0.3, "dropout_key": np.array([3, 4], np.uint32)}
 HEADS_OF_BATCH = P("data", "model")
 BATCH_ALONE = {"key": P("data"), "value": P("data")}
 CASES = {
@@ -166,7 +167,7 @@ CASES = {
             "sinks": normal((B, 8)),
         },
         {"query_seq_lengths": P("data"), "sinks": HEADS_OF_BATCH},
-        {"mask": masks.Causal("bottom_right", offset=1)},
+        {"mask": masks.Causal("bottom_right", offset=1), **DROPOUT},
     ),
     "fewer key heads than shards": Case(P(None, None, "model"), {}, REPLICATED_KEYS, mesh=(1, 8, 1), heads=(8, 2)),
     "key heads shared by some": Case(
@@ -174,7 +175,7 @@ CASES = {
     ),
     "one key head": Case(HEADS, {"gain": normal((8, 1, 1))}, BATCH_ALONE, heads=(8, 1)),
     "heads that straddle key heads": Case(
-        HEADS, {"sinks": normal((24,))}, BATCH_ALONE, {"is_causal": True}, heads=(24, 6)
+        HEADS, {"sinks": normal((24,))}, BATCH_ALONE, {"is_causal": True, **DROPOUT}, heads=(24, 6)
     ),
     "rows": Case(P("data", "model"), {"bias": normal((B, 1, T, S))}, BATCH_ALONE, {"is_causal": True}),
     "rows in a window": Case(
@@ -209,6 +210,7 @@ CASES = {
         P("data", "rows", "model"),
         {"gain": normal((B, 1, T, 1)), "rows": normal((T, 1)) < 0},
         {"key": HEADS, "value": HEADS, "gain": P("data")},
+        DROPOUT,
         mesh=(2, 2, 2),
     ),
 }
@@ -334,6 +336,9 @@ TRANSFORMED = {
     "gradient of vmap": lambda a: gradient(
         a, lambda a: jax.vmap(lambda q: attend({**a, "query": q}), out_axes=1)(stacked(a["query"]))
     ),
+    "vmap of keys of dropout": lambda a: jax.vmap(
+        lambda key: gradient({**a, "dropout_key": key}, dropout_rate=0.3), out_axes=1
+    )(jnp.arange(6, dtype=jnp.uint32).reshape(3, 2)),
     "layers": _layers,
     "gradient of gradient": lambda a: gradient(a, lambda a: (gradient(a)["query"], jnp.zeros(()))),
 }

@@ -40,6 +40,7 @@ def arguments(rng):
         "key_value_segment_ids": jnp.asarray(rng.integers(0, 2, (B, S))),
         "query_seq_lengths": jnp.asarray([4, 5]),
         "key_value_seq_lengths": jnp.asarray([6, 5]),
+        "dropout_key": jnp.asarray([1, 2**31 + 7], jnp.uint32),
     }
 
 
@@ -49,7 +50,13 @@ def attend(implementation, a):
     mask = Dense(a.pop("mask")) | Causal(offset=a.pop("offset"))
     score = Alibi(a.pop("slopes"))
     return pallas_fa.dot_product_attention(
-        **a, mask=mask, score=score, logits_soft_cap=4.0, implementation=implementation, return_residual=True
+        **a,
+        mask=mask,
+        score=score,
+        logits_soft_cap=4.0,
+        dropout_rate=0.3,
+        implementation=implementation,
+        return_residual=True,
     )
 
 
@@ -96,12 +103,14 @@ _MAPPED = {
     "one of the segment ids": {"key_value_segment_ids": 0},
     "lengths": {"query_seq_lengths": 0, "key_value_seq_lengths": 1},
     "one of the lengths": {"key_value_seq_lengths": 0},
+    "key of dropout": {"dropout_key": 1},
     "query and bias": {"query": 2, "bias": 0},
     "key, value and mask": {"key": 0, "value": 1, "mask": 2},
     "everything": dict.fromkeys(arguments(np.random.default_rng(0)), 0),
     "everything but the query": {
         "key": 1, "value": 0, "bias": 3, "scale": 0, "slopes": 0, "sinks": 1, "mask": 1, "offset": 0, "query_segment_ids": 0,
         "key_value_segment_ids": 1, "query_seq_lengths": 1, "key_value_seq_lengths": 0,
+        "dropout_key": 1,
     },
 }  # fmt: skip
 

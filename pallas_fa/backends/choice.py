@@ -111,8 +111,6 @@ def _runs_here(backend):
 
 def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
-    if problem.dropout_rate:
-        return ", dropout in plain jnp with the T x S weights in memory"
     if backend.platform is None:
         return ""
     support, other = backend.supports(problem), _gradients(problem, backend, known).name
@@ -124,8 +122,7 @@ def _remark(problem, backend, known):
 
 def _named(problem, implementation, known) -> tuple[Backend, ...]:
     known = {backend.name: backend for backend in known}
-    # Only 'reference', which None does not choose otherwise, has dropout yet.
-    default = tuple(backend.name for backend in known.values() if backend.by_default or problem.dropout_rate)
+    default = tuple(backend.name for backend in known.values() if backend.by_default)
     names = default if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):

@@ -25,7 +25,6 @@ class Support(NamedTuple):
 
 
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
-NO_DROPOUT = "it has no dropout yet (set dropout_rate=0, or let 'reference' do it with the T x S weights in memory)"
 
 
 def forward_in_btnh(forward: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:

@@ -17,14 +17,14 @@ from pallas_fa.softmax import tile
 
 
 def probabilities(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:
-    """Returns probabilities [B, N, T, S] and log-sum-exp [B, N, T]; row 0 of q is query t0 of the problem."""
-    q, k, _, score, mask, sinks = operands
-    q, k = q.astype(problem.acc_dtype), jnp.repeat(k.astype(problem.acc_dtype), problem.group, axis=2)
+    """Returns probabilities [B, N, T, S], some dropped, and log-sum-exp [B, N, T]; row 0 of q is query t0 of the problem."""
+    q, k = operands.q.astype(problem.acc_dtype), jnp.repeat(operands.k.astype(problem.acc_dtype), problem.group, axis=2)
     x = problem.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=problem.precision)
     b, n, t, s = (lax.broadcasted_iota(jnp.int32, _along(axis, x.shape), axis) for axis in range(4))
-    score = diagonals.replace(score, lambda a: diagonals.gathered(a.astype(x.dtype), t + t0, s))
-    x, _ = tile.masked_scores(x, score, mask, b, n, t + t0, s)
-    return tile.softmax(x, sinks)
+    score = diagonals.replace(operands.score, lambda a: diagonals.gathered(a.astype(x.dtype), t + t0, s))
+    x, _ = tile.masked_scores(x, score, operands.mask, b, n, t + t0, s)
+    p, lse = tile.softmax(x, operands.sinks)
+    return p if operands.dropout is None else operands.dropout.apply(p, t + t0, s), lse
 
 
 def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, Any]:

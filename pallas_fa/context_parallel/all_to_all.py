@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, refuse_dropout, refuse_forward_mode, with_signature
+from pallas_fa.arguments import Arguments, refuse_forward_mode, with_signature
 from pallas_fa.attention import run
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
@@ -101,7 +101,6 @@ def all_to_all_attention(
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
     checks.require_shards(axis_name, query=query, key=key, value=value)
-    refuse_dropout(arguments)
     refuse_forward_mode(arguments)
     local, _ = normalise(query, key, value, layout=arguments.get("layout") or "BTNH")
     length_axis, head_axis = (-3, -2) if local.layout == "BTNH" else (-2, -3)
@@ -146,7 +145,8 @@ def all_to_all_attention(
     B, heads = problem.dims.B, problem.dims.N
     part = Part((0, lax.axis_index(axis_name) * heads, 0, 0), (B, heads, problem.dims.T, problem.dims.S))
     score, own_mask = (None if tree is None else part.cut(tree).moved(part) for tree in (operands.score, operands.mask))
-    operands = operands._replace(score=score, mask=own_mask, sinks=part.cut(operands.sinks))
+    sinks, dropout = part.cut((operands.sinks, operands.dropout))
+    operands = operands._replace(score=score, mask=own_mask, sinks=sinks, dropout=dropout)
     out, lse = run(problem.with_operands(operands), operands, implementation)
     out, lse = shard(out, length_axis, head_axis), shard(lse, -2, -1)
     return (out, lse) if return_residual else out

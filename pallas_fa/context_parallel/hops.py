@@ -51,6 +51,7 @@ class _BlockPair:
       problem: that of the ring.
       score: bound to the pair.
       mask: bound to the pair.
+      dropout: bound to the pair.
     """
 
     query_block: int
@@ -59,10 +60,11 @@ class _BlockPair:
     problem: Problem
     score: Any
     mask: Any
+    dropout: Any
 
     def operands(self, q: Any, k: Any, v: Any) -> Operands:
         """Returns the operands of the pair; q, k and v are its blocks."""
-        return Operands(q, k, v, self.score, self.mask)
+        return Operands(q, k, v, self.score, self.mask, dropout=self.dropout)
 
     def unless_skipped(self, fn: Callable[[Any], Any], x: Any) -> Any:
         """Returns fn(x), or x where the mask rules out the whole pair."""
@@ -71,7 +73,9 @@ class _BlockPair:
         return lax.cond(any_allowed(self.mask, *self.array_part.size[2:]), fn, lambda x: x, x)
 
 
-def _block_pairs(ring: Ring, hop: Any, key_ids: Any, score: Any, mask: Any, query_ids: Any) -> Iterator[_BlockPair]:
+def _block_pairs(
+    ring: Ring, hop: Any, key_ids: Any, operands: Operands, mask: Any, query_ids: Any
+) -> Iterator[_BlockPair]:
     """Yields the pairs of blocks of one hop."""
     size = ring.part_size
     T, S = size[2:]
@@ -82,11 +86,12 @@ def _block_pairs(ring: Ring, hop: Any, key_ids: Any, score: Any, mask: Any, quer
             diagonal = diagonals.first(ring.problem.dims.T * ring.size, t, T, s)
             array_part, global_part = Part((0, 0, a * T, s), size, diagonal), Part((0, 0, t, s), size)
             pair_score, moved_mask = (
-                array_part.cut(tree).moved(global_part) if tree is not None else None for tree in (score, mask)
+                array_part.cut(tree).moved(global_part) if tree is not None else None for tree in (operands.score, mask)
             )
             segments = masks.Segments(query_ids[a], key_ids[b]) if query_ids else None
             pair_mask = all_of([m for m in (moved_mask, segments) if m is not None])
-            yield _BlockPair(a, b, array_part, ring.problem, pair_score, pair_mask)
+            dropout = operands.dropout and operands.dropout.moved(global_part)
+            yield _BlockPair(a, b, array_part, ring.problem, pair_score, pair_mask, dropout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +147,7 @@ def _forward(ring, attend, operands):
         keys, results = carry
         next_keys = ring.rotate(keys)  # travels while this hop is computed
         results = list(results)
-        for pair in _block_pairs(ring, hop, keys.ids, operands.score, mask, query_ids):
+        for pair in _block_pairs(ring, hop, keys.ids, operands, mask, query_ids):
             a, b = pair.query_block, pair.key_block
             add_pair = functools.partial(_merge_pair, pair, attend, q[a], keys.k[b], keys.v[b])
             results[a] = pair.unless_skipped(add_pair, results[a])
@@ -183,7 +188,7 @@ def _backward(ring, residuals, d_out, d_lse):
         # The sums so far arrive while this hop's gradients are computed, which are then added to them.
         next_keys, (d_k, d_v) = ring.rotate((keys, d_keys))
         d_q, d_k, d_v = list(d_q), list(d_k), list(d_v)
-        for pair in _block_pairs(ring, hop, keys.ids, operands.score, mask, query_ids):
+        for pair in _block_pairs(ring, hop, keys.ids, operands, mask, query_ids):
             a, b = pair.query_block, pair.key_block
             add_pair = functools.partial(_add_gradients, ring, pair, rows[a], keys.k[b], keys.v[b])
             sums = _Gradients(d_q[a], d_k[b], d_v[b], d_arrays)

@@ -6,7 +6,7 @@ from typing import Literal, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, refuse_dropout, refuse_forward_mode, segment_mask, with_signature
+from pallas_fa.arguments import Arguments, refuse_forward_mode, segment_mask, with_signature
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement
@@ -111,7 +111,6 @@ def ring_attention(
     placement = placements.check(placement)
     checks.refuse_reference(implementation)
     checks.require_shards(axis_name, query=query, key=key, value=value)
-    refuse_dropout(arguments)
     refuse_forward_mode(arguments)
     # Segment ids are shards, and travel with the keys. The arrays of other masks span all keys.
     ids = arguments.pop("query_segment_ids", None), arguments.pop("key_value_segment_ids", None)
@@ -130,7 +129,7 @@ def ring_attention(
     if segments is not None:
         operands = operands._replace(mask=with_sharded_segments(operands.mask, segments.bind(dims, Lengths())))
         problem = problem.with_operands(operands)
-    if operands.mask is None and operands.score is None:
+    if operands.mask is None and operands.score is None and operands.dropout is None:
         placement = "contiguous"  # nothing depends on positions: larger blocks
     checks.require_blocks(dims, size, placement)
 

@@ -31,7 +31,7 @@ _UNROLLED = 4
 def applies(ring: Ring, operands: Operands) -> bool:
     """Returns whether all hops of `ring` are of this kind."""
     score, mask = operands.score, operands.mask
-    if score is not None and not isinstance(score, scores.SoftCap):  # it may depend on positions
+    if operands.dropout is not None or not isinstance(score, scores.SoftCap | None):  # what may depend on positions
         return False
     dims = ring.problem.dims
     is_causal = isinstance(mask, masks.Causal) and is_static_int(mask.offset) and mask.offset == 0

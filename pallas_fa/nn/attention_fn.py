@@ -4,6 +4,7 @@ The signature names every keyword that linen or nnx passes: nnx passes all of it
 that the signature does not name.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -13,13 +14,10 @@ from jax.typing import ArrayLike
 
 from pallas_fa.api import dot_product_attention
 from pallas_fa.arguments import Arguments, dropout_rate, with_signature
-from pallas_fa.backends.choice import choose
 from pallas_fa.masks import Mask
-from pallas_fa.nn import dropout
-from pallas_fa.problem import normalise
 
 
-@with_signature
+@functools.partial(with_signature, broadcast_dropout=True)
 def attention_fn(
     query: ArrayLike,
     key: ArrayLike,
@@ -27,7 +25,6 @@ def attention_fn(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
-    broadcast_dropout: bool = True,
     dropout_rng: Any = None,
     deterministic: bool = False,
     dtype: Any = None,
@@ -55,10 +52,9 @@ def attention_fn(
       bias: float, broadcastable to [*B, N, T, S], added to the scaled logits.
       mask: broadcastable to [*B, N, T, S], bool or a number (Flax's mask makers give float32): a query may attend where
         it is not 0; or a `pallas_fa.masks.Mask`.
-      broadcast_dropout: whether all batch entries and heads share one draw.
-      dropout_rng: PRNG key; required if `dropout_rate > 0 and not deterministic`.
-      dropout_rate: in [0, 1). Dropout draws the bits that Flax draws from the same key. Only the 'reference' implementation
-        has it yet, with the T x S weights in memory: `implementation=None` chooses it, others raise.
+      broadcast_dropout: whether all batch entries and heads share their draws, as in Flax.
+      dropout_rng: JAX PRNG key; required if `dropout_rate > 0 and not deterministic`. `dropout_key` is another name for it.
+      dropout_rate: in [0, 1), the share of weights that are set to 0. The draws differ from those of Flax for the same key.
       deterministic: no dropout. (For gradients bitwise equal from run to run: `deterministic_gradients`.)
       dtype: dtype to which query, key and value are converted; None for the one they promote to, as in Flax.
       precision: of the matmuls.
@@ -94,13 +90,26 @@ def attention_fn(
         refuse_single_query(query.shape[-3], key.shape[-3], *positions)
     if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask).astype(jnp.bool_)  # nonzero is True, as for jnp.where in Flax
-    rate = dropout_rate(arguments.get("dropout_rate") or 0.0)
+    _set_dropout(arguments, dropout_rng, deterministic)
+    return dot_product_attention(query, key, value, bias, mask, implementation=implementation, **arguments)
+
+
+def _set_dropout(arguments: Arguments, rng: Any, deterministic: bool) -> None:
+    """Brings the arguments of dropout to those of `dot_product_attention`."""
+    rate, key = dropout_rate(arguments.get("dropout_rate") or 0.0), arguments.get("dropout_key")
     if deterministic or rate == 0:
         arguments["dropout_rate"] = 0.0
-        return dot_product_attention(query, key, value, bias, mask, implementation=implementation, **arguments)
-    problem, operands = normalise(query, key, value, bias, mask, **arguments)
-    choose(problem, implementation)  # raises if an implementation without dropout is named
-    return dropout.attention(problem, operands, dropout_rng, broadcast_dropout)
+        return
+    if rng is not None and key is not None:
+        raise ValueError("dropout_rng and dropout_key are both given, and are two names for one key. Leave one out.")
+    if rng is None and key is None:
+        raise ValueError(
+            f"dropout_rng=None, but dropout is active ({rate=}, deterministic=False). Pass a key:"
+            " `rngs={'dropout': key}` in linen's apply, `rngs=` in nnx; or switch dropout off with deterministic=True."
+        )
+    arguments["dropout_key"] = key if rng is None else rng
+    broadcast = arguments.get("broadcast_dropout")
+    arguments["broadcast_dropout"] = True if broadcast is None else broadcast
 
 
 def refuse_single_query(T: int, S: int, is_causal: bool | None, local_window_size: Any) -> None:

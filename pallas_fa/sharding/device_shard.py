@@ -102,7 +102,8 @@ class DeviceShard:
         start = {x: lax.axis_index(axes[x]) * size[x] if axes[x] else 0 for x in whole}
 
         part = Part((start["B"], start["N"], start["T"], 0), (size["B"], size["N"], size["T"], dims.S))
-        score, mask = (x if x is None else x.moved(part) for x in (operands.score, operands.mask))
+        bound = operands.score, operands.mask, operands.dropout
+        score, mask, dropout = (x if x is None else x.moved(part) for x in bound)
         # Shards of arrays come as such, but for those that span the diagonals, which come whole.
         first_diagonal = diagonals.first(dims.T, start["T"], size["T"], 0)
         of_diagonals = dataclasses.replace(part, start=(0, 0, start["T"], 0), diagonal=first_diagonal)
@@ -113,7 +114,7 @@ class DeviceShard:
             heads = (start["N"] + run_length * jnp.arange(size["N"] // run_length)) // problem.group - start["K"]
             axis = ordered(problem.layout, range(4)).index(2)
             k, v = (jnp.take(x, heads, axis=axis, mode="clip") for x in (k, v))  # all are in range
-        local = operands._replace(k=k, v=v, score=score, mask=mask)
+        local = operands._replace(k=k, v=v, score=score, mask=mask, dropout=dropout)
         first = first._replace(operands=local) if isinstance(first, Residuals) else local
         local_results = list(kernel(problem.with_operands(local), first, *rest))
         for i, letters in enumerate(results):

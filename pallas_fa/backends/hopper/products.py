@@ -40,6 +40,11 @@ def split(x: Any) -> tuple[Any, ...]:
     return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def operand(x: Any, dtype: Any) -> tuple[Any, ...]:
+    """Returns a float32 x as an operand of matmuls with operands that were split from arrays of `dtype`."""
+    return split(x.astype(dtype))
+
+
 def in_memory(x: Any, layout: Layout) -> Any:
     """Returns an operand [B, length, heads, dim] as kernels read it: its parts side by side along the heads."""
     if parts_of(x.dtype) == 1:

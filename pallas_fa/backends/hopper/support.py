@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims
-from pallas_fa.backends.record import NO_DROPOUT, Support
+from pallas_fa.backends.record import Support
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
@@ -20,8 +20,6 @@ _MAX_HEAD_DIM = 256
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
-    if problem.dropout_rate:
-        return Support.neither(NO_DROPOUT)
     kernels = head_dims.padded(problem)
     reason = _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
     if reason:

@@ -8,6 +8,7 @@ Of an operand that is split (see `products`), the chunks of one part follow thos
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,6 +75,10 @@ class Tiles:
             return (matrix,)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),))
 
+    def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
+        """Returns shared memory for tiles like these, and for `other` of the same size later (see `over_another`)."""
+        return plgpu.RefUnion(*self.views(*lead, rows=rows), *other.views(*lead, rows=rows))
+
     def matrix(self, ref: Any) -> Any:
         """Returns the tensor cores' view of what `scratch` gave."""
         return ref if self._one_view else ref[0]
@@ -101,6 +106,21 @@ class Tiles:
     def _columns(self, chunk):
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
         return pl.ds(chunk * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
+
+
+def pieces(chunks: Sequence[Any], width: int) -> Iterator[Any]:
+    """Yields arrays [rows, width] of the columns of `chunks`, of which each has a multiple of `width`."""
+    for x in chunks:
+        for column in range(0, x.shape[1], width):
+            yield x[:, column : column + width] if width < x.shape[1] else x
+
+
+def over_another(scratch: dict[str, Any], name: str, tiles: Tiles, other_name: str, other: Tiles) -> dict[str, Any]:
+    """Returns `scratch`, in which tiles `other` share the memory of `tiles`, with a ref of each under its own name."""
+    views = tuple(scratch[f"{name}_smem"])
+    first = len(tiles.views(rows=64))
+    one_or_all = lambda views: views if len(views) > 1 else views[0]
+    return scratch | {f"{name}_smem": one_or_all(views[:first]), f"{other_name}_smem": one_or_all(views[first:])}
 
 
 def in_same_chunks(a: Tiles, b: Tiles) -> tuple[Tiles, Tiles]:

@@ -125,6 +125,13 @@ class Wgmma:
                 self.matmul(acc, weights[of_weights], smem.at[of_b * len(accs) + i])
         return len(pairs) * len(accs)
 
+    def sum_of_products(self, acc: Any, a: Sequence[Any], b: Sequence[Any]) -> int:
+        """Issues acc += a^T b, of operands in shared memory, each in its parts; returns how many matmuls these are."""
+        pairs = products.pairs(self.parts)
+        for of_a, of_b in pairs:
+            self.matmul(acc, a[of_a], b[of_b], transpose_a=True)
+        return len(pairs)
+
     def result(self, acc: Any, in_flight: int) -> Any:
         """Returns the accumulator's value, once its matmuls are done."""
         if self.interpret:

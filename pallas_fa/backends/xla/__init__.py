@@ -7,13 +7,11 @@ from typing import Any
 
 import jax
 
-from pallas_fa.backends.record import NO_DROPOUT, NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
+from pallas_fa.backends.record import NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
-    if problem.dropout_rate:
-        return Support.neither(NO_DROPOUT)
     if problem.forward_mode and problem.dims.has_symbolic_length:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"

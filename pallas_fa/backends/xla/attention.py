@@ -42,6 +42,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
             x = problem.scale * qk(problem, q_i, heads_first(keys.cut(k, j, 1)))
             x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)
+            p = chunks.dropping(operands.dropout, queries, i, keys, j)(p)
             return state, acc * rescale[..., None] + pv(problem, p, heads_first(keys.cut(v, j, 1)))
 
         rows = q_i.shape[:3]
@@ -95,14 +96,15 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
             x, pullback = jax.vjp(scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij))
             p = tile.probabilities(queries.mask_overlap(keys.mask_overlap(x, j), i), lse_i)
-            dx, d_arrays_ij = pullback(p * (qk(problem, d_out_i, v_j) - delta_i[..., None]))
+            drop = chunks.dropping(operands.dropout, queries, i, keys, j)
+            dx, d_arrays_ij = pullback(p * (drop(qk(problem, d_out_i, v_j)) - delta_i[..., None]))
             dx = dx * problem.scale
             d_arrays = tuple(
                 chunks.add_tile(d, d_ij, queries, i, keys, j) for d, d_ij in zip(d_arrays, d_arrays_ij, strict=True)
             )
             dq = queries.add(dq, heads_first(pv(problem, dx, k_j)), i, 1)
             q_ti, d_out_ti = (queries.cut(x, i, 4) for x in (q_t, d_out_t))
-            return dq, dk_j + xp(problem, q_ti, dx), dv_j + xp(problem, d_out_ti, p), d_arrays
+            return dq, dk_j + xp(problem, q_ti, dx), dv_j + xp(problem, d_out_ti, drop(p)), d_arrays
 
         dq, dk, dv, d_arrays = carry
         zeros = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), acc_dtype) for x in (k_j, v_j))

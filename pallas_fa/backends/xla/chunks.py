@@ -19,6 +19,7 @@ from pallas_fa.masks.base import all_of, parts_of
 from pallas_fa.operands import diagonals, intervals
 from pallas_fa.problem import Problem
 from pallas_fa.softmax import tile
+from pallas_fa.softmax.dropout import Dropout
 
 # Logits in a tile, for one batch entry and head: as many as the longer input has elements, so that memory stays
 # proportional to the inputs; at least _FEW_LOGITS over all batch entries and heads, since loop overhead dominates below;
@@ -244,6 +245,13 @@ def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, key
     score_ij = diagonals.replace(score_ij, lambda a: diagonals.tile(a.astype(x.dtype), queries.chunk))
     mask_ij = cut_tile(mask, queries, i, keys, j)
     return tile.masked_scores(x, score_ij, mask_ij, b, n, queries.index(i), keys.index(j))[0]
+
+
+def dropping(dropout: Dropout | None, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Callable[[Any], Any]:
+    """Returns the function that drops elements of an array [B, N, t, s] of tile (i, j); the identity without dropout."""
+    if dropout is None:
+        return lambda x: x
+    return lambda x: dropout.apply(x, queries.index(i), keys.index(j))
 
 
 def add_tile(d: Any, d_ij: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:

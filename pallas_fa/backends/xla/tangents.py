@@ -65,7 +65,8 @@ def _weighted_sums(problem, operands, lse):
     """
     if problem.dims.S == 0:
         return jnp.zeros((*lse.shape, problem.Hv), problem.acc_dtype), jnp.zeros_like(lse)
-    q, k, v, score, mask, _ = operands
+    q, k, v, score, mask = operands[:5]
+    dropout = operands.dropout
     lengths = lengths_of(mask)
     queries, keys = chunks.split_axes(problem)
     visited = chunks.visits(mask, "kv_range", queries, keys)
@@ -77,6 +78,7 @@ def _weighted_sums(problem, operands, lse):
         x = chunks.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
         p, lse_j = tile.softmax(keys.mask_overlap(x, j))
         w = tile.probabilities(lse_j[..., None], jnp.squeeze(lse, 3))
+        p = chunks.dropping(dropout, queries, i, keys, j)(p)
         return w * pv(problem, p, v), jnp.squeeze(w, 3)
 
     def row_sums(_, i, operands):

@@ -17,12 +17,14 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.choose import candidates, choose
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.backward.tile import score_pullback
+from pallas_fa.backends.hopper.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.hopper.head_dims import padded_backward
 from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Problem, Residuals
@@ -64,20 +66,23 @@ def backward(
 
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
-    q, k, v, score, mask, _ = residuals.operands
+    q, k, v, score, mask, _, dropout = residuals.operands
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
+    if dropout is not None:
+        delta = delta / dropout.scale  # dS, and with it all gradients, are scaled at their ends
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
+    q, k, v, d_out = (products.in_memory(x, problem.layout) for x in (q, k, v, d_out))
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
-        found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, zero)
+        found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, dropout, zero)
     return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score)))), *d_sinks
 
 
-def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) -> dict[Any, Any]:
+def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropout, zero) -> dict[Any, Any]:
     """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays.
 
     `zero`: where sums and counters in device memory start.
@@ -87,11 +92,14 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
     arrays = plan.arrays.in_memory(score, plan.visits.in_tiles(mask) if plan.visits.listed else mask)
     if plan.visits.known is None:
         arrays.append(plan.visits.table(mask))
+    if dropout is not None:
+        arrays.append(dropout_in_memory(dropout))
     starts = []
     if dq:
         starts = [jnp.full(dq.claims_shape, zero, jnp.int32) if first_store else jnp.full(dq.shape, zero)]
     added = [jax.new_ref(x) for x in (*starts, *(jnp.full(plan.added_shape(i), zero) for i in scores.added))]
-    inputs = dict(dq=q, dk=k, dv=v)
+    B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
+    shapes = dict(dq=(B, T, N, problem.H), dk=(B, S, problem.K, problem.H), dv=(B, S, problem.K, problem.Hv))
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
         kernel(plan, *refs, **scratch)
@@ -105,7 +113,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, zero) 
         *added,
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, jnp.float32),) if dq and first_store else ()),
-            *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in plan.kind.stored),
+            *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
         ctas=plan.order.grid.ctas,
@@ -137,7 +145,7 @@ def _dq(plan, dq, sums, claims=None):
     sums = sums.sum(axis=0) if plan.interpret else sums
     everything = slice(None)
     present = ordered(dq.layout, (everything, slice(problem.dims.T), everything, slice(problem.H)))
-    return (sums[present] * problem.scale).astype(problem.dtype)
+    return (sums[present] * plan.qk_scale).astype(problem.dtype)
 
 
 def _array_gradient(plan, i, d, x):
@@ -149,5 +157,6 @@ def _array_gradient(plan, i, d, x):
     else:
         d = d[:, :, :stationary, :streamed] if array.kind == "tile" else d[:, :, :stationary, None]
         d = jnp.swapaxes(d, 2, 3) if plan.kind.keys_stationary else d
+    d = d if plan.dropout_scale is None else d * plan.dropout_scale
     summed = tuple(axis for axis in range(d.ndim) if x.shape[axis] == 1 and d.shape[axis] > 1)
     return d.sum(axis=summed, keepdims=True).astype(x.dtype)

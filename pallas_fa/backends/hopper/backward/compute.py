@@ -11,6 +11,7 @@ from pallas_fa.backends.hopper.backward.padding import zero_stationary
 from pallas_fa.backends.hopper.backward.step import skip, step
 from pallas_fa.backends.hopper.backward.tile import PER_STATIONARY, TilePlace
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
+from pallas_fa.backends.hopper.tiles import pieces
 
 
 def compute(w: Warpgroup) -> None:
@@ -45,22 +46,30 @@ def compute(w: Warpgroup) -> None:
 
 def _store(w, d_qk, d_pv):
     """Stores the gradients of the stationary operands through their shared memory."""
-    plan, block, dtype = w.plan, w.block, w.plan.problem.dtype
-    stores = []
-    if d_pv:
-        for i, x in enumerate(d_pv):  # no other warpgroup reads these rows
-            w.stationary_pv[i, w.rows] = x.astype(dtype)
-        stores.append((plan.tiles.stationary_pv, w.stationary_pv_name, "dv"))
+    plan, block, stores = w.plan, w.block, []
+    if plan.splits:
+        w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
+    if d_pv:  # else no other warpgroup reads these rows
+        d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
+        stores.append((*_stage(w, w.stationary_pv_name, d_pv), "dv"))
     if d_qk:
-        if plan.dq:
+        if plan.dq and not plan.splits:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
-        for i, x in enumerate(d_qk):
-            w.stationary_qk[i, w.rows] = (x * plan.problem.scale).astype(dtype)
-        stores.append((plan.tiles.stationary_qk, "stationary_qk", "dk" if plan.kind.keys_stationary else "dq"))
+        staged = _stage(w, "stationary_qk", [x * plan.qk_scale for x in d_qk])
+        stores.append((*staged, "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
-    for tiles, name, gradient in stores:
-        copied = tiles.copied(w.scratch[f"{name}_smem"]).at[:, w.rows]
+    for tiles, smem, gradient in stores:
+        copied = tiles.copied(smem).at[:, w.rows]
         tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head)
+
+
+def _stage(w, name, chunks):
+    """Puts the gradient of a stationary operand into its shared memory; returns (tiles, that memory)."""
+    tiles, smem = w.plan.gradient_tiles(name), w.scratch[f"d_{name}_smem" if w.plan.splits else f"{name}_smem"]
+    matrix = tiles.matrix(smem)
+    for i, x in enumerate(pieces(chunks, tiles.chunk)):
+        matrix[i, w.rows] = x.astype(tiles.dtype)
+    return tiles, smem
 
 
 def _all_heads(w, accs):
@@ -77,7 +86,7 @@ def _all_heads(w, accs):
     ):
 
         def of_tile(tile, n, before, is_boundary=is_boundary):
-            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, {})
+            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, {}, w.dropout(n))
             step(w, at, before, (), accs)
 
         done = work.for_tiles(plan, block, start, end, done, of_tile)
@@ -92,7 +101,7 @@ def _head(w, n, done, accs):
     plan, block, table = w.plan, w.block, w.gmem.visit_table
     first, last = plan.visits.of_block(table, block.b, n, block.number)
     visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
-    scalars = w.scalars(n)
+    scalars, dropout = w.scalars(n), w.dropout(n)
     sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_STATIONARY) for _ in plan.score_gradients.summed)
 
     def over(start, end, body, sums):
@@ -108,7 +117,7 @@ def _head(w, n, done, accs):
             tile = work.tile_of_step(plan, block, table, n, tile)
             streamed = tile * plan.config.width
             here = scalars | w.words(n, tile) if is_boundary else scalars
-            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here)
+            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here, dropout)
             return step(w, at, before, sums, accs)
 
         return over(start, end, body, sums)

@@ -8,8 +8,8 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 class Refs(NamedTuple):
     """Device memory by role.
 
-    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dq_sums` and `added` are added
-    to; `dq_claims` has a counter for each tile of `dq_sums` (see `first_store`).
+    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
+    None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of `dq_sums` (see `first_store`).
     """
 
     stationary_qk: Any
@@ -20,6 +20,7 @@ class Refs(NamedTuple):
     delta: Any
     arrays: tuple[Any, ...]
     visit_table: Any
+    dropout: Any
     dq_claims: Any
     dq_sums: Any
     added: dict[int, Any]
@@ -34,10 +35,11 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta = take(6)
     arrays = tuple(take(len(plan.arrays)))
     visit_table = None if plan.visits.known else queue.pop(0)
+    dropout = None if plan.problem.dropout is None else queue.pop(0)
     dq = queue.pop(0) if plan.dq else None
     added = dict(zip(scores.added, take(len(scores.added)), strict=True))
     claims, sums = (dq, queue.pop(0)) if plan.dq and plan.config.first_store else (None, dq)
     gradients = dict(zip(plan.kind.stored, take(len(plan.kind.stored)), strict=True))
     summed = dict(zip(scores.summed, queue, strict=True))
     operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta
-    return Refs(*operands, arrays, visit_table, claims, sums, added, gradients, summed)
+    return Refs(*operands, arrays, visit_table, dropout, claims, sums, added, gradients, summed)

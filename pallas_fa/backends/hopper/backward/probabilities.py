@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.tile import PER_STATIONARY, PER_STREAMED, TileOfLogits, TilePlace
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import add_to_gmem
@@ -15,7 +16,7 @@ from pallas_fa.backends.hopper.tma import add_to_gmem
 def probabilities(
     w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...]
 ) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns (P, dS) as operands of matmuls, None where not needed, and `sums` plus the score's gradients of this tile.
+    """Returns (P, dS) as operands of matmuls, each in its parts, None where not needed, and `sums` plus the score's gradients of this tile.
 
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
     With a score, logits are scaled, scored and shifted in registers instead.
@@ -36,12 +37,12 @@ def probabilities(
             s_acc[...] = statistic("neg_lse", slots.qk)
         if kind.accumulates_qk:
             dp_acc[...] = statistic("delta", slots.pv)
-        chunks = range(plan.tiles.stationary_qk.chunks)
-        wgmma.inner_products(s_acc, [w.stationary_qk.at[i, rows] for i in chunks], streamed_qk)
-        chunks = range(plan.tiles.stationary_pv.chunks if kind.accumulates_qk else 0)
+        of_rows = lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
+        wgmma.inner_products(s_acc, of_rows(w.stationary_qk), streamed_qk)
+        issued = 0
         if kind.accumulates_qk:
-            wgmma.inner_products(dp_acc, [w.stationary_pv.at[i, rows] for i in chunks], streamed_pv)
-        s = wgmma.result(s_acc, in_flight=len(chunks))
+            issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
+        s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.load(plan, at, w.scratch, slots.qk)
         if plan.scored:
             x = s * scale
@@ -49,18 +50,22 @@ def probabilities(
             p = jnp.exp2((tile.scores(x) + statistic("neg_lse", slots.qk)) * LOG2E)
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
-        p = tile.zero_where_masked(p)
-        p_operand = p.astype(dtype) if kind.accumulates_pv else None
+        p = tile.dropped(plan, tile.zero_where_masked(p))
+        kept = jnp.maximum(p, 0.0) if at.dropout and kind.accumulates_qk else p
+        p_operand = products.operand(kept, dtype) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
-        ds = p * wgmma.result(dp_acc, in_flight=0)
+        dp = wgmma.result(dp_acc, in_flight=0)
+        if at.dropout:  # P < 0 where it is dropped: dP is 0 there, and only -delta remains
+            p, dp = abs(p), jnp.where(p > 0.0, dp, statistic("delta", slots.pv))
+        ds = p * dp
         if plan.padding.behind_mask or plan.scored:
             ds = tile.zero_where_masked(ds)  # behind the mask there may be NaN, and 0 * NaN is NaN
         new_sums = sums
         if plan.problem.score is not None:
             ds, *gradients = map(tile.zero_where_masked, tile.pullback(x, ds))
             new_sums = _plus_gradients(w, at, gradients, sums)
-        return p_operand, ds.astype(dtype), new_sums
+        return p_operand, products.operand(ds, dtype), new_sums
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk else 1))
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
 TILE, PER_STATIONARY, PER_STREAMED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -20,6 +21,7 @@ class TilePlace(NamedTuple):
     """Where a tile is: batch entry, query head, its first stationary and streamed position, the warpgroup in its CTA.
 
     `is_boundary`: whether the mask may hide some of it; `scalars`: the arrays without positions and the words, by number.
+    `dropout`: that of the head, or None.
     """
 
     b: Any
@@ -29,6 +31,7 @@ class TilePlace(NamedTuple):
     wg: Any
     is_boundary: bool
     scalars: dict[int, Any]
+    dropout: HeadDropout | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,15 @@ class TileOfLogits:
     def zero_where_masked(self, x: Any) -> Any:
         """Returns x, with 0 in the places of pairs that are not allowed."""
         return x if self.allowed is None else jnp.where(self.allowed, x, 0.0)
+
+    def dropped(self, plan: BackwardPlan, p: Any) -> Any:
+        """Returns P after dropout, unscaled; where dS is computed from it, -P in the places of what is dropped."""
+        keys_by_queries, at = plan.kind.keys_stationary, self.at
+        if at.dropout is None:
+            return p
+        t0, s0 = (at.streamed, at.stationary) if keys_by_queries else (at.stationary, at.streamed)
+        options = dict(keys_by_queries=keys_by_queries, negate=plan.kind.accumulates_qk)
+        return at.dropout.apply(p, t0, s0, **options)
 
     def scores(self, x: Any) -> Any:
         """Returns logits after the score."""

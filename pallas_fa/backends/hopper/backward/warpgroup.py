@@ -11,6 +11,7 @@ from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
 from pallas_fa.backends.hopper.backward.work import Block
+from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.backends.hopper.wgmma import Wgmma
 
 
@@ -33,7 +34,7 @@ class Warpgroup:
 
     def __init__(self, plan: BackwardPlan, block: Block, wg: Any, gmem: Refs, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.wgmma, self.barriers = Wgmma(plan.interpret), barriers(plan, scratch)
+        self.wgmma, self.barriers = Wgmma(plan.interpret, plan.tiles.stationary_qk.parts), barriers(plan, scratch)
         self.rows = pl.ds(wg * 64, 64)  # this warpgroup's rows of the block
         matrix = lambda name: getattr(plan.tiles, name).matrix(scratch[f"{name}_smem"])
         self.stationary_qk, self.streamed_qk, self.streamed_pv = map(
@@ -69,6 +70,11 @@ class Warpgroup:
         return {
             i: self.gmem.arrays[i][(*arrays[i].index(block.b, n), block.number, tile)] for i in arrays.of_kind("word")
         }
+
+    def dropout(self, n: Any) -> HeadDropout | None:
+        """Returns the dropout of query head n; None where there is none."""
+        dropout = self.plan.problem.dropout
+        return dropout and HeadDropout.load(dropout, self.gmem.dropout, self.block.b, n, self.plan.interpret)
 
     def scalars(self, n: Any) -> dict[int, Any]:
         """Returns the arrays without positions, by number, for query head n."""

@@ -20,8 +20,8 @@ _CTA_START, _MERGE = 4, 0.1
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the call has few enough queries."""
-    return problem.dims.T <= MOST_QUERIES
+    """Whether the call has few enough queries, and no dropout, whose elements are those of heads and not of rows."""
+    return problem.dims.T <= MOST_QUERIES and problem.dropout is None
 
 
 def group_of(problem: Problem) -> int:

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import TILE, Logits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -35,6 +36,9 @@ class Compute:
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
         self.logits = Logits(plan, block, self.block_steps, wg, self.t0, gmem, scratch)
+        self.dropout = None
+        if plan.problem.dropout is not None:
+            self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
@@ -112,12 +116,15 @@ class Compute:
         per_query = TILE.reduce(1)
         m = plgpu.layout_cast(jnp.full((64,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), per_query)
         l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
-        x, self.factor = self.logits.apply(
-            x, jnp.asarray(i, jnp.int32), is_boundary, visited
-        )  # the factor is that of all steps
+        # The factor is that of all steps.
+        x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, self._operand(p)
+        return acc, m, l, products.operand(self._dropped(p, i, visited), plan.problem.dtype)
+
+    def _dropped(self, p, i, visited):
+        """Returns the probabilities of step i after dropout, which the epilogue scales."""
+        return p if self.dropout is None else self.dropout.apply(p, self.t0, self.logits.first_key(i, visited))
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -132,7 +139,8 @@ class Compute:
             self._let_next_issue()
             x = self.wgmma.result(x_acc, in_flight=issued)
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
-            results = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
+            l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
+            results = l_i, self._dropped(p_i, i, visited), *of_max
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[0]
             return results
@@ -148,12 +156,7 @@ class Compute:
         if new_max:
             m, rescale = new_max
             acc = epilogue.times_rows(acc, rescale)
-        return acc, m, l, self._operand(p)
-
-    def _operand(self, p):
-        """The parts of p as left operands of P V."""
-        dtype = self.plan.problem.dtype
-        return products.split(p if dtype == jnp.float32 else p.astype(dtype))
+        return acc, m, l, products.operand(p, plan.problem.dtype)
 
     def _finish(self, acc, m, l, p):
         """The last P V, and the stores."""

@@ -19,6 +19,7 @@ from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import Load, drain
@@ -64,7 +65,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     `out` is [B, T, N, Hv] in the plan's query layout, or [B * kv_splits, ...] in float32. `visits`: the visit table, if the
     plan has one.
     """
-    q, k, v, score, mask, sinks = operands
+    q, k, v, score, mask, sinks, dropout = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
     q = products.in_memory(q, plan.query_layout)
     k, v = (products.in_memory(x, problem.layout) for x in (k, v))
@@ -73,6 +74,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         arrays.append(visits)
     if sinks is not None:
         arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
+    if dropout is not None:
+        arrays.append(dropout_in_memory(dropout))
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -97,7 +100,10 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 
 
 class _Refs(NamedTuple):
-    """Device memory. `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]."""
+    """Device memory.
+
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there.
+    """
 
     q: Any
     k: Any
@@ -105,16 +111,18 @@ class _Refs(NamedTuple):
     arrays: tuple[Any, ...]
     visit_table: Any
     sinks: Any
+    dropout: Any
     out: Any
     lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
+    dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
     scratch = by_name(plan, scratch)
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 

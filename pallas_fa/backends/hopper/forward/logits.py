@@ -51,8 +51,7 @@ class Logits:
             return with_positive_factor(x, factor)
         score, mask = self._arrays(x.shape, i, is_boundary, visited)
         t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
-        key_block = visited.key_block if visited else self.steps.key_block(i)
-        s = key_block * plan.config.block_kv + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        s = self.first_key(i, visited) + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
         if problem.score is not None:
             apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
             x, factor = elementwise.inline_times(apply, x, t, s, score)
@@ -64,6 +63,11 @@ class Logits:
                 allowed = elementwise.inline(lambda t, s, mask: mask.allowed(block.b, block.n, t, s), t, s, mask)
                 x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
         return x, factor
+
+    def first_key(self, i: Any, visited: "Visited | None") -> Any:
+        """Returns the first key of step i."""
+        key_block = visited.key_block if visited else self.steps.key_block(i)
+        return key_block * self.plan.config.block_kv
 
     def array_slot(self, i: Any) -> Any:
         """Returns the slot of the rings of arrays that step i uses."""

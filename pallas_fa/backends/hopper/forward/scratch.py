@@ -1,7 +1,6 @@
 """Shared memory and barriers of the forward kernel."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+from pallas_fa.backends.hopper.tiles import over_another
 
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
@@ -46,8 +46,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
     if plan.out_over_q:
-        views = (tiles.views(c.compute_wgs, rows=64) for tiles in (plan.tiles.q, plan.tiles.out))
-        scratch["q_smem"] = plgpu.RefUnion(*itertools.chain(*views))
+        scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:
         scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
@@ -60,11 +59,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
 
 def by_name(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
     """Returns the refs of `scratch` with those that share memory told apart."""
-    if not plan.out_over_q:
-        return scratch
-    views, of_q = tuple(scratch["q_smem"]), len(plan.tiles.q.views(rows=64))
-    refs = {"q_smem": views[:of_q], "out_smem": views[of_q:]}
-    return scratch | {name: x if len(x) > 1 else x[0] for name, x in refs.items()}
+    return over_another(scratch, "q", plan.tiles.q, "out", plan.tiles.out) if plan.out_over_q else scratch
 
 
 def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:

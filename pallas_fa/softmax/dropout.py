@@ -1,0 +1,106 @@
+"""Dropout of probabilities: which elements are kept is a function of the key's bits and of global indices alone.
+
+The words of the key, batch entry and query head make two words (`Dropout.of`), and these, query and key position the
+random bits (`Dropout.keeps`). So every implementation, tile size, direction and shard drops the same elements, and the
+backward stores no bits but generates them again.
+
+A call of Philox2x32-7 gives 64 bits, 16 for each of the four elements {t, t ^ 8} x {s, s ^ 8}. On the tensor cores, one
+thread holds these four, as queries by keys and as keys by queries.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_fa.operands.part import Part
+from pallas_fa.operands.pytree import Node, is_static_int
+from pallas_fa.softmax.philox import philox2x32
+
+ROUNDS = 7
+PARTNER = 8  # positions t and t ^ PARTNER share a call of the generator
+_ROUNDS_OF_SEEDS = 10
+_DECISION_BITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout(Node):
+    """The dropout of one call.
+
+    Attributes:
+      seeds: two uint32 [B|1, N|1, 1, 1]: what the key makes of each batch entry and query head.
+      threshold: an element is dropped if its 16 bits are less; 1..65535.
+      first_query: the position of the first query in the whole problem: an int, or int32 [1, 1, 1, 1].
+      first_key: that of the first key.
+      aligned: whether both are known to be multiples of 16.
+    """
+
+    seeds: tuple[Any, Any]
+    threshold: int
+    first_query: Any = 0
+    first_key: Any = 0
+    aligned: bool = True
+
+    @classmethod
+    def of(cls, words: Any, rate: float, B: int, N: int, broadcast: bool) -> Self | None:
+        """Returns the dropout of a call; None where the rate is less than half of 2^-16.
+
+        The seeds of two heads of one call differ: (batch entry, query head) is encrypted by each word of the key in turn.
+
+        Args:
+          words: uint32 [words], the key.
+          rate: in [0, 1), rounded to a multiple of 2^-16.
+          B: batch entries.
+          N: query heads.
+          broadcast: whether all batch entries and heads share their bits.
+        """
+        threshold = min(round(rate * 2**_DECISION_BITS), 2**_DECISION_BITS - 1)
+        if not threshold:
+            return None
+        B, N = (1, 1) if broadcast else (B, N)
+        seeds = jnp.arange(B, dtype=jnp.uint32)[:, None], jnp.arange(N, dtype=jnp.uint32)[None, :]
+        for i in range(words.shape[0]):
+            seeds = philox2x32(*seeds, words[i], _ROUNDS_OF_SEEDS)
+        # Behind a barrier: XLA would fuse these many rounds into what is computed for each element.
+        key, offset = lax.optimization_barrier(tuple(jnp.broadcast_to(x, (B, N))[:, :, None, None] for x in seeds))
+        return cls((key, offset), threshold)
+
+    @property
+    def scale(self) -> float:
+        """1 / (1 - rate), for the rate that the threshold gives exactly."""
+        return 2**_DECISION_BITS / (2**_DECISION_BITS - self.threshold)
+
+    def moved(self, part: Part) -> "Dropout":
+        """Returns this dropout at the positions of `part`, which start at 0; seeds are already those of the part.
+
+        Where a traced position starts, it is taken to be a multiple of the part's size, as a shard's is.
+        """
+        starts, sizes = part.start[2:], part.size[2:]
+        units = (start if is_static_int(start) else size for start, size in zip(starts, sizes, strict=True))
+        origins = (x if is_static_int(x) else i for x, i in zip(starts, part.origin[2:], strict=True))
+        first_query, first_key = (
+            old + new for old, new in zip((self.first_query, self.first_key), origins, strict=True)
+        )
+        aligned = self.aligned and all(unit % (2 * PARTNER) == 0 for unit in units)
+        return dataclasses.replace(self, first_query=first_query, first_key=first_key, aligned=aligned)
+
+    def keeps(self, t: Any, s: Any) -> Any:
+        """Returns which elements are kept: bool, broadcast over seeds and indices.
+
+        Args:
+          t: query positions, int32 [.., t, 1], counted from the first query here.
+          s: key positions, int32 [.., 1, s], likewise.
+        """
+        key, offset = self.seeds
+        t, s = ((x + first).astype(jnp.uint32) for x, first in ((t, self.first_query), (s, self.first_key)))
+        first, others = (jnp.uint32(PARTNER), ~jnp.uint32(PARTNER))
+        words = philox2x32((t & others) ^ offset, s & others, key, ROUNDS)
+        word = jnp.where((t & first) != 0, words[1], words[0])
+        bits = jnp.where((s & first) != 0, word >> _DECISION_BITS, word & jnp.uint32(2**_DECISION_BITS - 1))
+        return bits >= jnp.uint32(self.threshold)
+
+    def apply(self, x: Any, t: Any, s: Any) -> Any:
+        """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere; `t` and `s` as for `keeps`."""
+        return jnp.where(self.keeps(t, s), x * np.asarray(self.scale, x.dtype), 0)
