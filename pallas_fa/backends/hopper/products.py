@@ -11,10 +11,32 @@ split in registers (evidence: library/float32-products).
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.operands.layout import Layout
+
+LARGEST_SPLIT_HEAD_DIM = 128  # the parts of larger tiles don't fit shared memory
+_ALGORITHMS = jax.lax.DotAlgorithmPreset.DEFAULT, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+
+
+def why_not(dtype: Any, precision: Any) -> str | None:
+    """Returns None if matmuls of operands of `dtype` can be made at `precision`, as JAX means it, else the reason.
+
+    For float32 operands JAX's default and HIGH mean TensorFloat-32 on a GPU, which three products exceed.
+    """
+    of_algorithm = isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset))
+    if dtype in (jnp.bfloat16, jnp.float16):
+        return f"precision={precision}; its matmuls multiply exactly and add in float32" if of_algorithm else None
+    if dtype != jnp.float32:
+        return f"{dtype} inputs; its matmuls are of bfloat16, float16 or float32, and nothing is downcast silently"
+    each = precision if isinstance(precision, tuple) else (precision,)
+    if jax.lax.Precision.HIGHEST in each or (of_algorithm and precision not in _ALGORITHMS):
+        return (
+            f"precision={precision} of float32 inputs; it makes their matmuls by three bfloat16 ones (BF16_BF16_F32_X3)"
+        )
+    return None
 
 
 def parts_of(dtype: Any) -> int:
@@ -38,6 +60,13 @@ def split(x: Any) -> tuple[Any, ...]:
         return (x,)
     hi = x.astype(jnp.bfloat16)
     return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def remark(dtype: Any) -> str | None:
+    """Returns what is done with operands of `dtype`, in words; None for nothing."""
+    if parts_of(dtype) == 1:
+        return None
+    return "copies q, k and v once in each direction, split into two bfloat16 parts each: three products (BF16_BF16_F32_X3)"
 
 
 def operand(x: Any, dtype: Any) -> tuple[Any, ...]:

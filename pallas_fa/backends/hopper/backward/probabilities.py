@@ -16,7 +16,9 @@ from pallas_fa.backends.hopper.tma import add_to_gmem
 def probabilities(
     w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...]
 ) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns (P, dS) as operands of matmuls, each in its parts, None where not needed, and `sums` plus the score's gradients of this tile.
+    """Returns (P, dS) as operands of matmuls, and `sums` plus the score's gradients of this tile.
+
+    An operand is a tuple of its parts, None where it is not needed.
 
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
     With a score, logits are scaled, scored and shifted in registers instead.

@@ -1,5 +1,6 @@
 """One step of a compute warpgroup of the backward kernel: its 64 stationary positions against one streamed tile."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,16 +38,17 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return sums
 
     ds_smem = _ds_smem(w, done)
+    own_ds = [x.at[rows] for x in ds_smem]
     dv_first = plan.problem.mask is not None  # evidence: backward/dv-matmul-first
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-    for part_smem, part in zip(ds_smem, ds, strict=True):
-        part_smem[rows] = part
+    for smem, part in zip(own_ds, ds, strict=True):
+        smem[...] = part
     if not dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     fence_async_proxy(plan.interpret)
     w.barriers["wgs_meet"].wait()
-    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, ds, slots)
+    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, own_ds if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
     return sums
@@ -86,21 +88,31 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
     if dq.by_rows:
         ds_smem = [x.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else x for x in ds_smem]
         keys = [[chunk(part, i) for part in range(tiles.parts)] for i in range(tiles.chunks)]
+        if plan.splits:
+            starts = range(0, tiles.chunk, 64)
+            keys = [[x.at[:, pl.ds(start, 64)] for x in of_chunk] for of_chunk in keys for start in starts]
     elif tiles.chunks > 1:
         keys = [[chunk(part, wg) for part in range(tiles.parts)]]
     else:
         keys = [[chunk(part, 0).at[:, pl.ds(wg * dq.columns, dq.columns)] for part in range(tiles.parts)]]
 
-    def matmuls(*dq_accs):
+    def matmuls(keys, is_first, is_last, *dq_accs):
         issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
-        wgmma.wait(issued)  # dV is done
-        w.release_pv(slots)
-        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if qk_accs else 0
+        if is_first:
+            wgmma.wait(issued)  # dV is done
+            w.release_pv(slots)
+        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and qk_accs else 0
         return tuple(wgmma.result(acc, in_flight=issued) for acc in dq_accs)
 
-    columns = wgmma.scoped(matmuls, *((64, k[0].shape[1]) for k in keys))
-    w.barriers["dq_free"].wait(wg)
-    for i, x in enumerate(columns):
-        w.scratch["dq_smem"][wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
+    # Split operands leave registers for 64 columns at a time.
+    groups, column = [[k] for k in keys] if plan.splits else [keys], 0
+    for group in groups:
+        body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
+        columns = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
+        if group is groups[0]:
+            w.barriers["dq_free"].wait(wg)
+        for x in columns:
+            w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
+            column += x.shape[1]
     fence_async_proxy(plan.interpret)
     w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)

@@ -17,6 +17,7 @@ class BackwardFacts(NamedTuple):
     group: query heads of a key head.
     masked: there is a mask.
     visit_table: it has arrays, so CTAs read from a table which tiles they visit.
+    split: operands are in two parts.
     """
 
     gives: tuple[str, ...]
@@ -26,6 +27,7 @@ class BackwardFacts(NamedTuple):
     group: int
     masked: bool
     visit_table: bool
+    split: bool
 
 
 class Choice(NamedTuple):
@@ -76,6 +78,17 @@ _NARROW = Choice(
     dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
     _SMALL,
 )
+_SPLIT = Choice(
+    (BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (2, 1), 1), BackwardConfig(1, 64, (1, 1), 1)),
+    dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER),
+    (),
+)
+_SPLIT_PAIR = (
+    BackwardConfig(2, 64),
+    BackwardConfig(2, 64, (1, 1)),
+    BackwardConfig(1, 64, (2, 1)),
+    BackwardConfig(1, 64, (1, 1)),
+)
 _LARGE = (
     BackwardConfig(2, 64),
     BackwardConfig(2, 64, (2, 1)),
@@ -85,6 +98,8 @@ _LARGE = (
 
 TILES = Table(
     "backward/tiles",
+    Row(_SPLIT, "library/float32-products", gives=_FUSED, split=True),
+    Row(Choice((), {}, _SPLIT_PAIR), "library/float32-products", split=True),
     Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),

@@ -104,12 +104,12 @@ class Compute:
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         self._wait_to_issue()
 
-        def products(x_acc):
+        def first_products(x_acc):
             self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
             self._let_next_issue()
             return self.wgmma.result(x_acc, in_flight=0)
 
-        x = self.wgmma.scoped(products, (64, plan.config.block_kv))
+        x = self.wgmma.scoped(first_products, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
