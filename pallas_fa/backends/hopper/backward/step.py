@@ -38,17 +38,16 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return sums
 
     ds_smem = _ds_smem(w, done)
-    own_ds = [x.at[rows] for x in ds_smem]
     dv_first = plan.problem.mask is not None  # evidence: backward/dv-matmul-first
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-    for smem, part in zip(own_ds, ds, strict=True):
-        smem[...] = part
+    for smem, part in zip(ds_smem, ds, strict=True):
+        smem[rows] = part
     if not dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     fence_async_proxy(plan.interpret)
     w.barriers["wgs_meet"].wait()
-    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, own_ds if plan.splits else ds, slots)
+    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
     return sums
@@ -84,17 +83,16 @@ def _ds_smem(w, done):
 def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots) -> None:
     """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way."""
     plan, wgmma, wgs, tiles = w.plan, w.wgmma, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
-    chunk = lambda part, i: w.stationary_qk.at[part * tiles.chunks + i if part else i]
+    place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
+    parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
     if dq.by_rows:
         ds_smem = [x.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else x for x in ds_smem]
-        keys = [[chunk(part, i) for part in range(tiles.parts)] for i in range(tiles.chunks)]
-        if plan.splits:
-            starts = range(0, tiles.chunk, 64)
-            keys = [[x.at[:, pl.ds(start, 64)] for x in of_chunk] for of_chunk in keys for start in starts]
+        columns = [(slice(None), pl.ds(i, 64)) for i in range(0, tiles.chunk, 64)] if plan.splits else [()]
+        keys = [parts_at(i, *at) for i in range(tiles.chunks) for at in columns]
     elif tiles.chunks > 1:
-        keys = [[chunk(part, wg) for part in range(tiles.parts)]]
+        keys = [parts_at(wg)]
     else:
-        keys = [[chunk(part, 0).at[:, pl.ds(wg * dq.columns, dq.columns)] for part in range(tiles.parts)]]
+        keys = [parts_at(0, slice(None), pl.ds(wg * dq.columns, dq.columns))]
 
     def matmuls(keys, is_first, is_last, *dq_accs):
         issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
