@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import measure, row_file
-from benchmarks.implementations import Implementation, available, installed, parse
+from benchmarks.implementations import Implementation, available, parse
 from benchmarks.rows import Row, read
 
 INTERRUPTED = 130  # the exit code that shells give a program that Ctrl-C ended
@@ -57,9 +57,8 @@ def add_implementations(parser: argparse.ArgumentParser) -> None:
 
 
 def implementations(args: argparse.Namespace, suite: Sequence[str]) -> list[Implementation]:
-    """Those of the command line, each once; else those of a suite whose libraries are installed here."""
-    default = (found for found in map(parse, suite) if installed(found.library))
-    return list(dict.fromkeys(args.implementations or default))
+    """Those of the command line, each once; else those of a suite. A library that is not installed has rows that say so."""
+    return list(dict.fromkeys(args.implementations or map(parse, suite)))
 
 
 def add_sampling(parser: argparse.ArgumentParser, rounds: int, target_ms: float) -> None:

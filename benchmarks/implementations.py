@@ -1,11 +1,12 @@
 """What is measured: this library's implementations and its peers, each as a function of one workload's arrays.
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
-`tokamax:mosaic`. The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a
-bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own,
-`+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block
-mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks and
-dropout, and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
+`tokamax:mosaic`, `dew_flash_attn:fa3`. The form says how a peer is given the mask: without one, by the flags it has
+(causal, window) and a bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive
+array; for our own, `+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the
+mask as a block mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves
+out sinks and dropout, and takes the same memory as an array of the usual layout: it is what the call with them is compared
+with.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import flash_attn3
 from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
 
@@ -25,10 +27,11 @@ BACKENDS = {
     "pallas_fa": (),
     "jax.nn": ("None", "cudnn", "xla"),
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
+    "dew_flash_attn": ("fa3",),
 }
+BY_HAND = ("tokamax", "dew_flash_attn")  # installed by hand
 TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
-OWN_FORMS = ("intervals", "blocks", "deterministic", "without")
 FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without")
 
 
@@ -55,6 +58,8 @@ class Implementation:
     def masks(self, workload: Workload) -> dict[str, Any]:
         """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
+        if self.library == "dew_flash_attn":
+            return {}
         if self.form == "intervals":
             if w.pattern:
                 raise NotImplementedError("a pattern is no interval of keys for each query")
@@ -81,7 +86,10 @@ class Implementation:
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
         """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
-        w, keywords = workload, self.keywords(workload, arrays, masks)
+        w = workload
+        if self.library == "dew_flash_attn":
+            return flash_attn3.attend(w, arrays)
+        keywords = self.keywords(w, arrays, masks)
         if w.layout == "BTNH" or self.form != "without":
             return _function(self.library)(**keywords, implementation=self.backend)
         tokens = {
@@ -153,12 +161,12 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    known = library in BACKENDS and form in FORMS and (form not in OWN_FORMS or library == "pallas_fa")
+    forms = FORMS if library == "pallas_fa" else ("",) if library == "dew_flash_attn" else ("", "dense", "bias")
+    known = library in BACKENDS and form in forms
     if not known or not backend:
         raise ValueError(
             f"{name!r} is not library:backend[+form] with a library of {', '.join(BACKENDS)} and a form of"
-            f" {', '.join(FORMS[1:])}, the last two for pallas_fa alone. Write, for example, pallas_fa:xla or"
-            " jax.nn:cudnn+dense."
+            f" {', '.join(forms[1:]) or 'none'}. Write, for example, pallas_fa:xla or jax.nn:cudnn+dense."
         )
     if library == "pallas_fa":
         _check_ours(name, backend)
@@ -176,7 +184,7 @@ def available(name: str) -> Implementation:
 
 
 def installed(library: str) -> bool:
-    return library != "tokamax" or importlib.util.find_spec("tokamax") is not None
+    return library not in BY_HAND or importlib.util.find_spec(library) is not None
 
 
 def _check_ours(name: str, backend: str) -> None:

@@ -25,8 +25,9 @@ _COLOURS = {
     "jax.nn:cudnn": "#009E73",
     "jax.nn:xla": "#999999",
     "tokamax:mosaic": "#0072B2",
+    "dew_flash_attn:fa3": "#CC79A7",
 }
-_OTHERS = ("#CC79A7", "#56B4E9", "#7F3C8D", "#8C564B")
+_OTHERS = ("#56B4E9", "#7F3C8D", "#8C564B")
 _HATCHES = {"": "", "dense": "////", "bias": "....", "deterministic": "xxxx"}  # by form
 _HEADROOM = 1.3  # for the labels of the highest bars
 _LEAST_BARS = 9  # that a panel has room for: fewer are no wider

@@ -313,7 +313,7 @@ class Suite:
 
 
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
-_GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
+_GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "dew_flash_attn:fa3", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
 _WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
 _GPU_BLOCKS = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+blocks")
 _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
@@ -329,7 +329,7 @@ def suites() -> dict[str, Suite]:
         "hopper-backward": Suite(tuple(_hopper_table()), ("backward",), _GPU, "jax.nn:cudnn"),
         "hopper-forward-masks": Suite(tuple(_hopper_masks()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(_hopper_masks()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
-        "operands": Suite(tuple(_operands()), both, _WITHOUT, _WITHOUT[1]),
+        "operands": Suite(tuple(_operands()), both, (*_WITHOUT, "dew_flash_attn:fa3"), _WITHOUT[1]),
         "hopper-documents": Suite(
             tuple(_documents()),
             ("forward", "backward"),

@@ -1,8 +1,10 @@
 """FlashAttention for JAX: `dot_product_attention`, with the signature of `jax.nn.dot_product_attention` and more.
 
 - `dot_product_attention(query, key, value, ...)`: attention in O(T) memory, forward and backward.
+- `paged_attention(query, key_pages, value_pages, page_table, lengths, ...)`: the same, to a cache in pages.
 - `explain(query, key, value, ...)`: which implementation would run these arguments, and why the others would not.
 - `masks`, `scores`: who attends to whom, and what happens to the logits; compose them, or write your own.
+- `cache`: caches of keys and values for decoding, contiguous and paged.
 - `context_parallel`: attention to sequences sharded over devices, inside `jax.shard_map`.
 - `nn`: `attention_fn` and modules for Flax linen and Flax nnx; needs Flax.
 """
@@ -10,10 +12,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pallas_fa import cache as cache
 from pallas_fa import masks as masks
 from pallas_fa import scores as scores
 from pallas_fa.api import dot_product_attention as dot_product_attention
 from pallas_fa.api import explain as explain
+from pallas_fa.cache import paged_attention as paged_attention
 
 if TYPE_CHECKING:
     from pallas_fa import context_parallel as context_parallel
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from pallas_fa import nn as nn
 
 __version__ = "0.1.0.dev0"
-__all__ = ["context_parallel", "dot_product_attention", "explain", "masks", "scores"]
+__all__ = ["cache", "context_parallel", "dot_product_attention", "explain", "masks", "paged_attention", "scores"]
 _WHEN_NEEDED = ("context_parallel", "mosaic_gpu", "nn")  # nn imports Flax, which may not be there
 
 

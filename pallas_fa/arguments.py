@@ -1,6 +1,6 @@
 """The keyword arguments of attention: the one list of them, and the check of each by itself.
 
-`dot_product_attention`, `ring_attention`, `all_to_all_attention`, `attention_fn` and `explain` all take `Arguments`. What
+`dot_product_attention`, the functions of `context_parallel`, `attention_fn` and `explain` all take `Arguments`. What
 they mean is documented in `dot_product_attention`.
 """
 
@@ -18,6 +18,7 @@ from pallas_fa.masks.band import check_side
 from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import LAYOUTS, Layout
+from pallas_fa.operands.pages import Paged
 from pallas_fa.operands.pytree import is_array, is_static_number
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
@@ -139,7 +140,7 @@ def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
 def float_array(name: str, x: Any) -> Any:
     """`x` as an array, if it is of a float type."""
     x = _array(name, x, "a float array [*B, length, heads, head dim]")
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
     return x

@@ -11,9 +11,10 @@ from jax.typing import ArrayLike
 from pallas_fa.arguments import Arguments
 from pallas_fa.autodiff import vjp
 from pallas_fa.backends.choice import Choice, choose
-from pallas_fa.backends.record import forward_in_btnh
+from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, forward_in_btnh
 from pallas_fa.masks import Mask
 from pallas_fa.operands.layout import transpose
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem, Residuals, normalise
 
 
@@ -30,6 +31,11 @@ class Attention:
 
     def backward(self, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         """Returns the gradients of `operands.differentiable`."""
+        if self.problem.pages:
+            raise NotImplementedError(
+                f"no gradients: {NO_GRADIENTS_OF_PAGES}. For gradients use dot_product_attention on whole sequences; where"
+                " the result is a constant, jax.lax.stop_gradient on the query says so."
+            )
         return self._run(self.choice.gradients, "backward", residuals, d_out, d_lse)
 
     # What few calls need is imported where it is needed: `import pallas_fa` stays fast.
@@ -70,15 +76,15 @@ class Attention:
 
 def attend(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: ArrayLike | Paged,
+    value: ArrayLike | Paged,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
     implementation: str | Sequence[str] | None = None,
     **arguments: Unpack[Arguments],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [*B, T, N, Hv], lse [*B, T, N]) for the arguments of `dot_product_attention`."""
+    """Returns (out [*B, T, N, Hv], lse [*B, T, N]) for the arguments of `dot_product_attention`, or keys in pages."""
     problem, operands = normalise(query, key, value, bias, mask, **arguments)
     return run(problem, operands, implementation)
 

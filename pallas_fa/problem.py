@@ -19,6 +19,7 @@ from pallas_fa.masks.base import all_of
 from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered, transpose
+from pallas_fa.operands.pages import Paged
 from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
 from pallas_fa.softmax.dropout import Dropout
 
@@ -27,8 +28,9 @@ class Operands(NamedTuple):
     """The arrays of one call, batch dims flattened: q [B,T,N,H], k [B,S,K,H], v [B,S,K,Hv], bound score and mask.
 
     q, k and v, like out and their gradients, have their dims in the order of the problem's layout; lse is always [B,T,N].
-    Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or [B|1, N|1, T + S - 1] where they span the diagonals; sinks are
-    [B|1, N, 1, 1]. Those of the mask and of dropout have no gradient.
+    k and v may both be `Paged`, in the layout "BTNH". Beside q, k and v all arrays are [B|1, N|1, T|1, S|1], or
+    [B|1, N|1, T + S - 1] where they span the diagonals; sinks are [B|1, N, 1, 1]. Those of the mask and of dropout have no
+    gradient.
     """
 
     q: Any
@@ -81,6 +83,7 @@ class Problem:
     score: scores.Score | None
     sinks: Any = None
     dropout: Dropout | None = None
+    pages: Paged | None = None  # of the keys, where they are in pages
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False
@@ -95,12 +98,13 @@ class Problem:
         dims, dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype)
         names = ("mask", "score", "sinks", "dropout")
         arrays = {x: _abstract(getattr(operands, x)) for x in names}
+        arrays["pages"] = _abstract(operands.k) if isinstance(operands.k, Paged) else None
         return cls(dims, K, H, Hv, dtype, layout=layout, **arrays, **static)
 
     def with_operands(self, operands: Operands) -> "Problem":
         """The same question about other operands: a part of the arrays, or another mask."""
         B = operands.q.shape[0]
-        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks", "dropout")
+        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks", "dropout", "pages")
         static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
         return Problem.of(operands, self.dims.batch if self.dims.B == B else (B,), **static)
 

@@ -21,6 +21,7 @@ FUNCTIONS = (
     pallas_fa.dot_product_attention,
     context_parallel.ring_attention,
     context_parallel.all_to_all_attention,
+    context_parallel.decode_attention,
     pallas_fa.nn.attention_fn,
 )
 ROOT = pathlib.Path(__file__).parent.parent
@@ -130,7 +131,8 @@ def test_a_config_for_nobody():
 
 
 def test_the_package_shows_its_public_names_only():
-    public = {"context_parallel", "dot_product_attention", "explain", "masks", "mosaic_gpu", "nn", "scores"}
+    functions = {"dot_product_attention", "explain", "paged_attention"}
+    public = functions | {"cache", "context_parallel", "masks", "mosaic_gpu", "nn", "scores"}
     assert {name for name in dir(pallas_fa) if not name.startswith("__")} == public
     assert len(pallas_fa.__doc__.splitlines()) > 5
     with pytest.raises(AttributeError, match="no_such_name"):

@@ -1,16 +1,25 @@
-"""Training over all GPUs of this machine, with the kernels: the losses of one. Run with `pytest -m gpu`, on two or more."""
+"""Training, and decoding, over all GPUs of this machine, with the kernels: the results of one.
+
+Run with `pytest -m gpu`, on two or more.
+"""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import pallas_fa
 from models.data import Corpus
 from models.gpt import GPTConfig
 from models.mesh import make_layout, parse_mesh
 from models.step import init_state, make_optimizer, make_train_step
 from models.text import TextTask
+from pallas_fa import masks
+from pallas_fa.context_parallel import decode_attention, to_zigzag
 
 pytestmark = pytest.mark.gpu
 BATCH, LENGTH, STEPS = 8, 2048, 5
@@ -56,3 +65,35 @@ def test_every_mesh_has_the_curve_of_one_device(dtype, implementation, loss_tole
             assert (losses < loss_tolerance).all(), (mesh, losses)
             assert (gradient_norms[:norms] < norm_tolerance).all(), (mesh, gradient_norms)
     assert one[-1, 0] < one[0, 0] - 0.1
+
+
+@pytest.mark.parametrize("placement", ("contiguous", "zigzag"))
+def test_a_cache_on_all_devices_is_one_cache(placement):
+    """Lengths end on the first device, on the last, and before any key."""
+    n, S, heads = jax.device_count(), 8192, 16
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+        for i, shape in enumerate(((3, 4, heads, 128), (3, S, 4, 128), (3, S, 4, 128)))
+    )
+    lengths = jnp.array([S - 100, 300, 0])
+    keywords: dict = {"mask": masks.Causal(align="bottom_right"), "sinks": jnp.linspace(-1.0, 1.0, heads)}
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    truth = pallas_fa.dot_product_attention(
+        *wide, key_value_seq_lengths=lengths, implementation="reference", return_residual=True, **keywords
+    )
+    attend = functools.partial(decode_attention, axis_name="context", placement=placement, **keywords)
+    attend = functools.partial(attend, implementation="mosaic_gpu", return_residual=True)
+    shard, mesh = P(None, "context"), jax.make_mesh((n,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    decode = jax.jit(
+        jax.shard_map(
+            lambda q, k, v, lengths: attend(q, k, v, key_value_seq_lengths=lengths),
+            mesh=mesh,
+            in_specs=(P(), shard, shard, P()),
+            out_specs=(P(), P()),
+        )
+    )
+    if placement == "zigzag":
+        k, v = (to_zigzag(x, 1, n) for x in (k, v))
+    out, lse = decode(q, k, v, lengths)
+    np.testing.assert_allclose(out.astype(jnp.float32), truth[0], atol=1e-2 * float(jnp.abs(truth[0]).max()))
+    np.testing.assert_allclose(lse, truth[1], atol=2e-3)

@@ -157,3 +157,14 @@ def test_rewritten_operations_lower(name):
         if dtypes[-1] == "float32":
             functions.append(applied(inlined(gradient(name)), ("int32", *dtypes), ("tile",) * (1 + len(dtypes))))
     lower(*functions)
+
+
+@pytest.mark.parametrize("dtype", ("int32", "uint32"))
+@pytest.mark.parametrize("y", (1, 8, 2**30, 6))
+def test_floored_divisions_by_powers_of_two_are_one_operation(dtype, y):
+    x = np.array([[0, 1, 7, 8, 9, 2**31 - 1], [2**31, 2**32 - 1, 2**32 - 8, 2**32 - 9, 5, 6]], np.uint32).astype(dtype)
+    fn = lambda x: (x // y, x % y, *jnp.divmod(x, np.asarray(y, dtype)))
+    inlined = lambda x: elementwise.inline(fn, x)
+    np.testing.assert_array_equal(jax.jit(inlined)(x), fn(x))
+    program = jax.make_jaxpr(inlined)(x)
+    assert (len(program.eqns) == 4) == (y != 6), program

@@ -117,6 +117,8 @@ def _remark(problem, backend, known):
     reason, where = support.backward, where + (f"; {support.remark}" if support.remark else "")
     if problem.forward_mode:
         reason, other = "forward_mode=True", "xla"
+    if problem.pages:
+        return f"{where}; without gradients, because {reason}"
     return where + (f"; {other} computes its gradients, because {reason}" if reason else "")
 
 

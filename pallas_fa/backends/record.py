@@ -27,6 +27,9 @@ class Support(NamedTuple):
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
 
 
+NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"
+
+
 def forward_in_btnh(forward: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """Returns `forward(problem, operands)`, which knows the layout "BTNH" only, for any layout. XLA fuses transposes."""
 

@@ -12,6 +12,7 @@ from jax import lax
 from pallas_fa.backends.record import NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import diagonals
+from pallas_fa.operands.pages import in_one_piece
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.softmax import tile
 
@@ -32,7 +33,7 @@ def attention(problem: Problem, operands: Operands, t0: Any = 0) -> tuple[Any, A
     lengths = lengths_of(operands.mask)
     q_lengths = None if lengths.q_lengths is None else lengths.q_lengths - t0
     q = tile.zero_padding(operands.q, q_lengths)
-    k, v = (tile.zero_padding(x, lengths.kv_lengths) for x in (operands.k, operands.v))
+    k, v = (tile.zero_padding(in_one_piece(x), lengths.kv_lengths) for x in (operands.k, operands.v))
     p, lse = probabilities(problem, operands._replace(q=q, k=k, v=v), t0)
     v = jnp.repeat(v.astype(problem.acc_dtype), problem.group, axis=2)
     out = jnp.einsum("bnts,bsnh->btnh", p, v, precision=problem.precision)

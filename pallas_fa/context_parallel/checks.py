@@ -55,6 +55,17 @@ def require_shards(axis_name: Any, **arrays: Any) -> None:
             )
 
 
+def require_replicated(axis_name: Any, **trees: Any) -> None:
+    """Raises ValueError where JAX's types say that an array of `trees` differs along the mesh axis."""
+    for name, tree in trees.items():
+        if any(varying.is_varying(x, axis_name) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)):
+            raise ValueError(
+                f"{name} varies along axis_name={axis_name!r}, but each device must have all of it: only key, value and"
+                f" key_value_segment_ids are shards. Leave {axis_name!r} out of its in_specs, as in PartitionSpec(); what"
+                f" was computed from shards must be brought together, as by jax.lax.all_gather(..., to='invarying')."
+            )
+
+
 def require_blocks(dims: Dims, size: int, placement: placements.Placement) -> None:
     """Raises ValueError where a shard cannot be split into the blocks of the placement.
 

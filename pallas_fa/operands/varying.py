@@ -37,8 +37,16 @@ def without_checks(fn: Callable[..., Any], *args: Any) -> Any:
 
 def is_replicated(x: Any, axis_name: str) -> bool:
     """Returns whether JAX's types prove that `x` is replicated along a mesh axis; False where nothing is checked."""
-    checked = axis_name in _varying_axes(lax.axis_index(axis_name))
-    return checked and axis_name not in _varying_axes(x)
+    return _is_checked(axis_name) and axis_name not in _varying_axes(x)
+
+
+def is_varying(x: Any, axis_name: str) -> bool:
+    """Returns whether JAX's types say that `x` varies along a mesh axis; False where nothing is checked."""
+    return _is_checked(axis_name) and axis_name in _varying_axes(x)
+
+
+def _is_checked(axis_name):
+    return axis_name in _varying_axes(lax.axis_index(axis_name))
 
 
 def _varying_axes(tree: Any) -> frozenset[str]:

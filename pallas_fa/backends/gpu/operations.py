@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -82,6 +83,37 @@ def is_safe(name: str, inputs: Any) -> bool:
     if name in ("div", "rem") and last.dtype != jnp.float32:
         return isinstance(last, np.generic) and last not in (0, -1)
     return name.startswith("shift") and isinstance(last, np.generic) and 0 <= int(last) < 32
+
+
+def by_power_of_two(name: str, program: Any, inputs: Any) -> Callable[[Any], Any] | None:
+    """What jnp's `x // y` or `x % y` does to x, as one operation; None where y is no known power of 2, or it is neither.
+
+    The operations that jnp makes of them are so many that a kernel may spill registers (evidence: forward/visit-lists).
+
+    Args:
+      name: of the function that was traced.
+      program: its jaxpr.
+      inputs: its arguments.
+    """
+    if name not in _FLOORED or str(program) != _traced(name, tuple(program.in_avals)):
+        return None
+    y, x_dtype, dtype = inputs[-1], program.in_avals[0].dtype, program.out_avals[0].dtype
+    is_power = isinstance(y, np.integer) and 0 < y < 2**31 and int(y) & (int(y) - 1) == 0
+    if not is_power or dtype != x_dtype or dtype.name not in _INTEGERS:
+        return None
+    shift_right = lax.shift_right_arithmetic if dtype == jnp.int32 else lax.shift_right_logical
+    if name == "remainder":
+        return lambda x: x & dtype.type(int(y) - 1)
+    return lambda x: shift_right(x, dtype.type(int(y).bit_length() - 1))
+
+
+_FLOORED = {"floor_divide": jnp.floor_divide, "remainder": jnp.remainder}
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(name, avals):
+    (eqn,) = jax.make_jaxpr(_FLOORED[name])(*avals).eqns
+    return str(eqn.params["jaxpr"])
 
 
 def _not(x):

@@ -44,6 +44,8 @@ def _why_no_head_dim(problem):
 
 
 def _why_no_forward(problem, gpu):
+    if problem.pages:
+        return "keys and values in pages"
     if problem.dims.is_symbolic:
         return "a symbolic size; its kernels are made for sizes that are known"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):

@@ -7,7 +7,14 @@ from typing import Any
 
 import jax
 
-from pallas_fa.backends.record import NO_TILES, Backend, Support, backward_in_btnh, forward_in_btnh
+from pallas_fa.backends.record import (
+    NO_GRADIENTS_OF_PAGES,
+    NO_TILES,
+    Backend,
+    Support,
+    backward_in_btnh,
+    forward_in_btnh,
+)
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
@@ -19,7 +26,9 @@ def _supports(problem: Problem) -> Support:
     arrays = jax.tree.leaves((problem.score, problem.mask))
     if problem.dims.has_symbolic_length and any(len(x.shape) > 4 for x in arrays):
         return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
-    return Support() if problem.config is None else Support.neither(NO_TILES.format(config=problem.config))
+    if problem.config is not None:
+        return Support.neither(NO_TILES.format(config=problem.config))
+    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None)
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:

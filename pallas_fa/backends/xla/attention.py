@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_fa.backends.xla import chunks
-from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, pv, qk, transpose_grouped, xp
+from pallas_fa.backends.xla.matmuls import cut_keys, heads_first, matmul_dtype, prepare, pv, qk, transpose_grouped, xp
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
@@ -39,11 +39,12 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         def kv_step(j, carry):
             state, acc = carry
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
-            x = problem.scale * qk(problem, q_i, heads_first(keys.cut(k, j, 1)))
+            k_j, v_j = (cut_keys(problem, operands, x, keys, j) for x in (k, v))
+            x = problem.scale * qk(problem, q_i, k_j)
             x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)
             p = chunks.dropping(operands.dropout, queries, i, keys, j)(p)
-            return state, acc * rescale[..., None] + pv(problem, p, heads_first(keys.cut(v, j, 1)))
+            return state, acc * rescale[..., None] + pv(problem, p, v_j)
 
         rows = q_i.shape[:3]
         zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype)

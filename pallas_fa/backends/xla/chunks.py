@@ -128,13 +128,14 @@ def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
     q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
-    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk))
+    page = problem.pages.size if problem.pages else 16
+    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk, page))
 
 
-def _even_chunk(size: int, largest: int) -> int:
-    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of 16 if there are several."""
+def _even_chunk(size: int, largest: int, unit: int = 16) -> int:
+    """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of `unit` if there are several."""
     count = -(-size // largest)
-    return size if count == 1 else -(-size // (16 * count)) * 16
+    return size if count == 1 else -(-size // (unit * count)) * unit
 
 
 def visits(

@@ -5,7 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax import tile
 
@@ -16,10 +18,23 @@ def matmul_dtype(problem: Problem) -> Any:
 
 
 def prepare(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding."""
+    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding; pages as they are."""
     lengths = lengths_of(operands.mask)
+    prepared = lambda x, n: x if isinstance(x, Paged) else tile.zero_padding(x, n).astype(matmul_dtype(problem))
     padded = ((operands.q, lengths.q_lengths), (operands.k, lengths.kv_lengths), (operands.v, lengths.kv_lengths))
-    return tuple(tile.zero_padding(x, n).astype(matmul_dtype(problem)) for x, n in padded)
+    return tuple(prepared(x, n) for x, n in padded)
+
+
+def cut_keys(problem: Problem, operands: Operands, x: Any, keys: Chunks, j: Any) -> Any:
+    """Returns key chunk j of x, keys or values that `prepare` gave: [B, K, chunk, dim]."""
+    if isinstance(x, Paged):
+        first = lax.div(keys.start(j), jnp.int32(x.size))
+        lengths = lengths_of(operands.mask).kv_lengths
+        rows = x.gather(first, keys.chunk // x.size)
+        x = tile.zero_padding(rows, lengths - keys.start(j)).astype(matmul_dtype(problem))
+    else:
+        x = keys.cut(x, j, 1)
+    return heads_first(x)
 
 
 def qk(problem: Problem, a: Any, b: Any) -> Any:

@@ -39,6 +39,9 @@ class Compute:
         self.dropout = None
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
+        # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
+        sinks = gmem.sinks
+        self.sink = None if sinks is None else sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
@@ -160,9 +163,7 @@ class Compute:
 
     def _finish(self, acc, m, l, p):
         """The last P V, and the stores."""
-        plan, scratch, sink = self.plan, self.scratch, None
-        if self.gmem.sinks is not None:  # arrives while the last P V is under way
-            sink = self.gmem.sinks[self.block.b if self.gmem.sinks.shape[0] > 1 else 0, self.block.n]
+        plan, scratch = self.plan, self.scratch
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
@@ -173,7 +174,7 @@ class Compute:
         acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, sink)
+        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, self.sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""

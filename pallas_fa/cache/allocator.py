@@ -1,0 +1,137 @@
+"""`PageAllocator`: which pages of a `PagedCache` belong to which sequences. Plain Python; it touches no device."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class OutOfPages(RuntimeError):
+    """More pages were asked for than are free. The allocator is as it was before."""
+
+
+class PageAllocator:
+    """Hands out the pages of a cache to sequences, and takes them back.
+
+    A page belongs to one sequence, or to several that begin with the same tokens (`fork`); to these until the last of them
+    is freed. Sequences are named by numbers, which are never used again.
+
+    Attributes:
+      num_pages: how many pages there are: P of the cache.
+      page_size: rows of a page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        for name, size in (("num_pages", num_pages), ("page_size", page_size)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be an int of at least 1. Pass the sizes of the PagedCache.")
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(reversed(range(num_pages)))
+        self._pages: dict[int, list[int]] = {}
+        self._users: Counter[int] = Counter()
+        self._next_sequence = 0
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages no sequence has."""
+        return len(self._free)
+
+    def allocate(self, tokens: int = 0) -> int:
+        """Returns a new sequence that has pages for `tokens` rows, at least 0.
+
+        Raises:
+          OutOfPages: fewer pages are free.
+        """
+        return self._new_sequence([], tokens)
+
+    def extend(self, sequence: int, tokens: int) -> None:
+        """Gives a sequence the pages that it lacks for `tokens` rows in all.
+
+        Raises:
+          OutOfPages: fewer pages are free.
+        """
+        pages = self._of(sequence)
+        pages += self._take(self._count(tokens) - len(pages))
+
+    def fork(self, sequence: int, shared: int, tokens: int) -> tuple[int, int]:
+        """Makes a sequence that begins with rows of another one, and shares the pages that these fill.
+
+        Only whole pages are shared: both sequences go on writing in pages of their own. The lengths of neither may be set
+        back into the shared rows, since rows that are appended there are written into the pages of both.
+
+        Args:
+          sequence: the sequence to begin with.
+          shared: how many of its first rows both have. They are in the cache before the new sequence reads them.
+          tokens: for how many rows in all the new sequence has pages.
+
+        Returns:
+          The new sequence, and how many rows it finds there: `shared`, rounded down to whole pages. That is its length in
+          the cache; append the rest to it.
+
+        Raises:
+          OutOfPages: fewer pages are free.
+          ValueError: the other sequence has no pages for `shared` rows, or `tokens` is less than these.
+        """
+        pages = self._of(sequence)
+        if not 0 <= self._count(shared) <= len(pages):
+            raise ValueError(
+                f"shared={shared}, but sequence {sequence} has pages for {len(pages) * self.page_size} rows only. Share"
+                " rows that it has."
+            )
+        if tokens < shared:
+            raise ValueError(
+                f"tokens={tokens} is less than shared={shared}: it counts the shared rows, too. Pass more."
+            )
+        whole = shared // self.page_size
+        return self._new_sequence(pages[:whole], tokens), whole * self.page_size
+
+    def free(self, sequence: int) -> None:
+        """Takes back the pages of a sequence, but for those that others share; the sequence is gone."""
+        pages = self._of(sequence)
+        del self._pages[sequence]
+        self._users.subtract(pages)
+        self._free += [page for page in pages if not self._users[page]]
+
+    def page_table(self, sequences: Sequence[int], pages_per_sequence: int) -> np.ndarray:
+        """Returns the table int32 [len(sequences), pages_per_sequence] of a cache: the pages of each, then -1.
+
+        Raises:
+          ValueError: a sequence has more pages than that.
+        """
+        table = np.full((len(sequences), pages_per_sequence), -1, np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            pages = self._of(sequence)
+            if len(pages) > pages_per_sequence:
+                raise ValueError(
+                    f"{pages_per_sequence=}, but sequence {sequence} has {len(pages)} pages. Make a wider table, or give"
+                    " the sequence fewer tokens."
+                )
+            row[: len(pages)] = pages
+        return table
+
+    def _count(self, tokens):
+        if not isinstance(tokens, (int, np.integer)) or tokens < 0:
+            raise ValueError(f"tokens={tokens!r} must be an int, and not negative: for how many rows there are pages.")
+        return -(-int(tokens) // self.page_size)
+
+    def _of(self, sequence):
+        if sequence not in self._pages:
+            raise ValueError(f"sequence={sequence!r} is not there: it was never allocated, or is already freed.")
+        return self._pages[sequence]
+
+    def _new_sequence(self, shared, tokens):
+        pages = [*shared, *self._take(self._count(tokens) - len(shared), also=shared)]
+        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        self._pages[sequence] = pages
+        return sequence
+
+    def _take(self, count, also=()):
+        """Takes `count` free pages, if positive; they and the pages `also` have one user more."""
+        if count > len(self._free):
+            raise OutOfPages(
+                f"{count} more pages of {self.page_size} rows are needed, but of num_pages={self.num_pages} only"
+                f" {len(self._free)} are free. Free sequences, or make a cache with more pages."
+            )
+        pages = [self._free.pop() for _ in range(count)]
+        self._users.update((*pages, *also))
+        return pages

@@ -1,0 +1,131 @@
+"""`paged_attention`: attention to keys and values in pages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from jax.typing import ArrayLike
+
+from pallas_fa.arguments import Arguments, float_array, with_signature
+from pallas_fa.attention import attend
+from pallas_fa.masks import Mask
+from pallas_fa.operands.offsets import as_int32, int_array
+from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
+from pallas_fa.sharding.explicit_axes import with_automatic_axes
+
+_attend = with_automatic_axes(attend)
+# What cannot be given: the value that says nothing, and why.
+_REFUSED = {
+    "key_value_seq_lengths": (None, "it is the argument lengths"),
+    "layout": ("BTNH", "query and output are [B, T, N, head dim], and page_layout says how pages are laid out"),
+    "forward_mode": (False, "keys and values in pages are for inference"),
+    "dropout_rate": (0, "keys and values in pages are for inference"),
+}
+
+
+@with_signature
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    page_layout: PageLayout = "PSKH",
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Any:
+    """Attention to keys and values in pages: `pallas_fa.dot_product_attention` to the rows that a table finds.
+
+    Row s of sequence b is row s % page of page `page_table[b, s // page]` (PagedAttention, Kwon et al., arXiv
+    2309.06180). Sequences may share pages, and pages may lie in any order. For inference: there are no gradients.
+
+    Shapes: B sequences, T query length, N query heads, K key/value heads (N % K == 0), H head dim of query and key, Hv of
+    value, P pages of `page` rows, S = page * pages per sequence.
+
+    Args:
+      query: [B, T, N, H], any float dtype.
+      key_pages: [P, page, K, H], the same dtype.
+      value_pages: [P, page, K, Hv], the same dtype.
+      page_table: int [B, pages per sequence]. Entries past a sequence's length are never used: they may be -1, or anything.
+        An entry before it must be in [0, P); what stands for another one is the nearest page, page 0 or P - 1.
+      lengths: int [B], how many rows of each sequence are there; clipped to [0, S]. They bound what is read.
+      bias: as in `dot_product_attention`, as are all arguments that are not listed; s counts the rows of a sequence.
+      mask: likewise. `masks.Causal(align="bottom_right")` lets the last query see the last row.
+      page_layout: "PSKH", or "KPSH" where pages are [K, P, page, H] and [K, P, page, Hv], as in JAX's TPU kernel
+        `paged_attention`. Neither is copied.
+      implementation: as in `dot_product_attention`. 'xla' gathers the pages of one chunk of keys at a time, 'reference' all.
+      key_value_seq_lengths: refused, as are `layout`, `forward_mode` and dropout.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      out [B, T, N, Hv] in the dtype of `query`; with `return_residual` (out, lse), lse [B, T, N] float32.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised before anything is computed.
+      NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
+    """
+    given = _checked(arguments)
+    key, value = in_pages(query, key_pages, value_pages, page_table, page_layout)
+    given["key_value_seq_lengths"] = _checked_lengths(lengths, key.shape[0])
+    out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **given)
+    return (out, lse) if return_residual else out
+
+
+def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layout: Any) -> tuple[Paged, Paged]:
+    """Returns keys and values in pages, checked; arguments as in `paged_attention`."""
+    if layout not in PAGE_LAYOUTS:
+        raise ValueError(
+            f"page_layout={layout!r} is not one of {', '.join(map(repr, PAGE_LAYOUTS))}: pages [P, page, K, H], or"
+            " [K, P, page, H]. Transpose other arrays."
+        )
+    key_pages, value_pages = float_array("key_pages", key_pages), float_array("value_pages", value_pages)
+    dims = "[P, page, K, head dim]" if layout == "PSKH" else "[K, P, page, head dim]"
+    for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if x.ndim != 4 or 0 in x.shape[:3]:
+            raise ValueError(f"{name}.shape={tuple(x.shape)} must be {dims}, with no dim of size 0. Reshape it.")
+    if key_pages.shape[:3] != value_pages.shape[:3]:
+        raise ValueError(
+            f"key_pages.shape={tuple(key_pages.shape)} and value_pages.shape={tuple(value_pages.shape)} must agree but for"
+            f" the head dim: {dims}. Give each key one value."
+        )
+    table = page_table_of(query, page_table)
+    key, value = (Paged(x, table, layout) for x in (key_pages, value_pages))
+    if query.shape[-1] != key_pages.shape[-1]:
+        raise ValueError(
+            f"query.shape={tuple(query.shape)} and key_pages.shape={tuple(key_pages.shape)} have different head dims H."
+            " Project them to one head dim."
+        )
+    return key, value
+
+
+def page_table_of(query: Any, page_table: Any) -> Any:
+    """Returns `page_table`, checked: int32 [B, pages per sequence] for the sequences of `query`."""
+    query, table = float_array("query", query), int_array("page_table", page_table)
+    if query.ndim != 4:
+        raise ValueError(
+            f"query.shape={tuple(query.shape)} must be [B, T, N, H]. Add the missing dims with jnp.expand_dims."
+        )
+    if table.ndim != 2 or table.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={query.shape[0]} as in"
+            f" query.shape={tuple(query.shape)}. Give each sequence a row of pages, and fill it up with -1."
+        )
+    return as_int32(table)
+
+
+def _checked_lengths(lengths: Any, B: int) -> Any:
+    lengths = int_array("lengths", lengths)
+    if tuple(lengths.shape) != (B,):
+        raise ValueError(f"lengths.shape={tuple(lengths.shape)} must be [B]={(B,)}: how many rows each sequence has.")
+    return lengths
+
+
+def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    for name, (nothing, why) in _REFUSED.items():
+        value = arguments.get(name)
+        if value is not None and (nothing is None or value != nothing):
+            raise ValueError(f"{name}={value!r} cannot be given here: {why}. Leave it out.")
+    return dict(arguments)

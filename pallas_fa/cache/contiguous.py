@@ -1,0 +1,122 @@
+"""`KeyValueCache`: keys and values of sequences, each in one piece, with room for more."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_fa.api import dot_product_attention
+from pallas_fa.cache import rows
+from pallas_fa.cache.positions import last_rows
+from pallas_fa.masks import Mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyValueCache:
+    """Keys and values of B sequences, with room for S rows of each; a pytree of arrays, and a value: nothing changes it.
+
+    Make one with `empty`, or by keywords from arrays of your own. A later version may add fields that are None unless
+    given (the scales of 8-bit caches), so other code should neither unpack it nor count its leaves.
+
+    Attributes:
+      key: [B, S, K, H].
+      value: [B, S, K, Hv].
+      lengths: int32 [B], how many rows of each sequence are there. Set it back (`dataclasses.replace`) to forget the
+        last rows, such as rejected drafts.
+      dropped: int32 [B], how many rows did not fit, in all appends so far. They are nowhere.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array
+    dropped: jax.Array
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> KeyValueCache:
+        """Returns a cache of `batch` sequences with room for `length` rows each, and none there.
+
+        Args:
+          batch: B.
+          length: S.
+          kv_heads: K.
+          head_dim: H.
+          value_head_dim: Hv; None for H.
+          dtype: of keys and values, a float dtype.
+        """
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        rows.check_sizes(
+            batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim
+        )
+        rows_of = lambda dim: jnp.zeros((batch, length, kv_heads, dim), dtype)
+        none = lambda: jnp.zeros((batch,), jnp.int32)  # made twice, since one array cannot be donated twice
+        return cls(key=rows_of(head_dim), value=rows_of(value_head_dim), lengths=none(), dropped=none())
+
+    def append(self, key: ArrayLike, value: ArrayLike, lengths: ArrayLike | None = None) -> KeyValueCache:
+        """Returns the cache with rows written behind those that are there.
+
+        In a `jax.jit` to which the cache is donated (`donate_argnums`), and in the carry of a scan or a loop, this is
+        done in place. Rows that do not fit are not written, and are counted in `dropped`.
+
+        Args:
+          key: [B, T, K, H], in the dtype of the cache.
+          value: [B, T, K, Hv], likewise.
+          lengths: int [B], how many of the T rows are real in each sequence, as for prompts of different lengths; None for
+            all. The others are not written.
+
+        Raises:
+          ValueError, TypeError: a shape or a dtype does not fit the cache, or T exceeds its room for a sequence.
+        """
+        B, S = self.key.shape[:2]
+        new = rows.new_rows(key, value, lengths, batch=B, kept=(self.key, self.value), capacity=S)
+        position = self.lengths[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
+        placed = rows.place(new, self.lengths, self.dropped, (position >= 0) & (position < S))
+        # What is not written goes past the end, each row to a place of its own, where the scatter drops it.
+        position = jnp.where(placed.writes, position, S + jnp.arange(new.key.shape[1], dtype=jnp.int32))
+        write = jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop", unique_indices=True))
+        return dataclasses.replace(
+            self,
+            key=write(self.key, new.key, position),
+            value=write(self.value, new.value, position),
+            lengths=placed.lengths,
+            dropped=placed.dropped,
+        )
+
+    def attend(
+        self,
+        query: ArrayLike,
+        mask: ArrayLike | Mask | None = None,
+        *,
+        lengths: ArrayLike | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Returns causal attention to the rows that are there, of the queries whose rows were appended last.
+
+        It is `pallas_fa.dot_product_attention` with the arguments that this takes: `key_value_seq_lengths`, a mask
+        `Causal(align="bottom_right")` also where T is 1, and a window that counts from the queries' own positions.
+
+        Args:
+          query: [B, T, N, H]; the last real one of a sequence sees the last row.
+          mask: which of these pairs may attend, as in `dot_product_attention`: t counts these queries, s all rows.
+          lengths: int [B], how many of the T queries are real, as given to `append`; None for all. The others give 0.
+          **arguments: as in `dot_product_attention`, but for `is_causal` and the two lengths, which are refused, and the
+            layout, which is "BTNH".
+
+        Returns:
+          [B, T, N, Hv]; with `return_residual=True` also lse [B, T, N].
+        """
+        return dot_product_attention(
+            query, self.key, self.value, key_value_seq_lengths=self.lengths, **last_rows(mask, lengths, arguments)
+        )

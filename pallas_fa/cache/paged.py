@@ -1,0 +1,121 @@
+"""`PagedCache`: keys and values of sequences in pages of memory, which a table finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_fa.cache import rows
+from pallas_fa.cache.attention import paged_attention
+from pallas_fa.cache.positions import last_rows
+from pallas_fa.masks import Mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedCache:
+    """Keys and values of B sequences, in pages that no sequence owns until a table says so; a pytree, and a value.
+
+    Row s of sequence b is row s % page of page `page_table[b, s // page]`. Sequences may share pages that are full, as
+    those of a common prompt (vLLM, arXiv 2309.06180). `PageAllocator` makes tables; put one in with
+    `dataclasses.replace(cache, page_table=...)`.
+
+    Make one with `empty`, or by keywords from arrays of your own. A later version may add fields that are None unless
+    given (the scales of 8-bit caches), so other code should neither unpack it nor count its leaves.
+
+    Attributes:
+      key_pages: [P, page, K, H].
+      value_pages: [P, page, K, Hv].
+      page_table: int32 [B, pages per sequence]; -1, or any other number that is no page's, where there is no page yet.
+      lengths: int32 [B], how many rows of each sequence are there. Set it back (`dataclasses.replace`) to forget the
+        last rows, such as rejected drafts; not into pages that are shared, since the next append writes there.
+      dropped: int32 [B], how many rows had no page, in all appends so far. They are nowhere.
+    """
+
+    key_pages: jax.Array
+    value_pages: jax.Array
+    page_table: jax.Array
+    lengths: jax.Array
+    dropped: jax.Array
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        pages_per_sequence: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> PagedCache:
+        """Returns a cache of `num_pages` pages, none of which is in the table.
+
+        Args:
+          batch: B.
+          pages_per_sequence: how many pages a sequence can have.
+          num_pages: P.
+          page_size: rows of a page. The kernels take multiples of 16 up to 256.
+          kv_heads: K.
+          head_dim: H.
+          value_head_dim: Hv; None for H.
+          dtype: of keys and values, a float dtype.
+        """
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        rows.check_sizes(batch=batch, pages_per_sequence=pages_per_sequence, num_pages=num_pages, page_size=page_size)
+        rows.check_sizes(kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
+        pages_of = lambda dim: jnp.zeros((num_pages, page_size, kv_heads, dim), dtype)
+        none = lambda: jnp.zeros((batch,), jnp.int32)  # made twice, since one array cannot be donated twice
+        return cls(
+            key_pages=pages_of(head_dim),
+            value_pages=pages_of(value_head_dim),
+            page_table=jnp.full((batch, pages_per_sequence), -1, jnp.int32),
+            lengths=none(),
+            dropped=none(),
+        )
+
+    def append(self, key: ArrayLike, value: ArrayLike, lengths: ArrayLike | None = None) -> PagedCache:
+        """Returns the cache with rows written behind those that are there; arguments as in `KeyValueCache.append`.
+
+        In place where that is, too. A row for which the table has no page is not written, nor are those behind it; they
+        are counted in `dropped`.
+        """
+        B, pages_per_sequence = self.page_table.shape
+        P, page = self.key_pages.shape[:2]
+        kept = self.key_pages, self.value_pages
+        new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
+        position = self.lengths[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
+        index = self.page_table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
+        placed = rows.place(new, self.lengths, self.dropped, (index >= 0) & (index < P))
+        index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
+        write = lambda pages, new: pages.at[index, position % page].set(new, mode="drop")
+        return dataclasses.replace(
+            self,
+            key_pages=write(self.key_pages, new.key),
+            value_pages=write(self.value_pages, new.value),
+            lengths=placed.lengths,
+            dropped=placed.dropped,
+        )
+
+    def attend(
+        self,
+        query: ArrayLike,
+        mask: ArrayLike | Mask | None = None,
+        *,
+        lengths: ArrayLike | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Returns `pallas_fa.paged_attention` of the queries whose rows were appended last, as `KeyValueCache.attend`."""
+        return paged_attention(
+            query,
+            self.key_pages,
+            self.value_pages,
+            self.page_table,
+            self.lengths,
+            **last_rows(mask, lengths, arguments),
+        )

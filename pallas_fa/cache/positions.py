@@ -1,0 +1,35 @@
+"""The arguments of attention that say where queries stand that are the last rows of a cache."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pallas_fa import masks
+from pallas_fa.arguments import mask as checked_mask
+from pallas_fa.masks.base import all_of
+
+_SAID_BY_CACHE = {
+    "is_causal": "attention to a cache is causal, aligned to its last row",
+    "query_seq_lengths": "it is lengths=",
+    "key_value_seq_lengths": "the cache has it",
+    "layout": 'caches are "BTNH"',
+}
+
+
+def last_rows(mask: Any, lengths: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of causal attention to a cache, beside the cache and its own lengths.
+
+    Args:
+      mask: an array, a `Mask`, or None.
+      lengths: int [B], how many of the queries are real; None for all.
+      given: the other arguments of the caller.
+    """
+    for name, why in _SAID_BY_CACHE.items():
+        if name in given:
+            raise ValueError(f"{name}={given[name]!r} cannot be given here: {why}. Leave it out.")
+    rest = dict(given)
+    window = rest.pop("local_window_size", None)
+    left, right = window if isinstance(window, (tuple, list)) else (window, window)
+    causal = masks.Causal(align="bottom_right")
+    behind = None if window is None else masks.Window(left, right, align="bottom_right")
+    rules = [x for x in (causal, behind, checked_mask(mask)) if x is not None]
+    return rest | {"mask": all_of(rules), "query_seq_lengths": lengths}

@@ -1,0 +1,99 @@
+"""The rows that an append writes: checks of their shapes, and where each of them goes."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_fa.arguments import float_array
+from pallas_fa.operands.offsets import int_array
+
+
+class Rows(NamedTuple):
+    """New keys and values, checked.
+
+    Attributes:
+      key: [B, T, K, H].
+      value: [B, T, K, Hv].
+      count: int32 [B], how many of the T rows of each sequence are real.
+    """
+
+    key: Any
+    value: Any
+    count: Any
+
+
+class Placed(NamedTuple):
+    """Where rows go.
+
+    Attributes:
+      writes: bool [B, T], which rows are written.
+      lengths: int32 [B], the lengths afterwards.
+      dropped: int32 [B], how many real rows are not written.
+    """
+
+    writes: Any
+    lengths: Any
+    dropped: Any
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raises ValueError unless every size is a positive int."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} must be an int of at least 1. Pass the size of the cache to be made.")
+
+
+def new_rows(key: Any, value: Any, lengths: Any, *, batch: int, kept: tuple[Any, Any], capacity: int) -> Rows:
+    """Returns the rows that an append was given.
+
+    Args:
+      key: [B, T, K, H], in the dtype of the cache.
+      value: [B, T, K, Hv], likewise.
+      lengths: int [B], how many of the T rows are real; None for all.
+      batch: B of the cache.
+      kept: the arrays of keys and of values of the cache, [..., K, H] and [..., K, Hv].
+      capacity: how many rows the cache has for each sequence.
+    """
+    key, value = float_array("key", key), float_array("value", value)
+    for name, x, cache in (("key", key, kept[0]), ("value", value, kept[1])):
+        want = (batch, key.shape[1] if key.ndim == 4 else "T", *cache.shape[-2:])
+        if tuple(x.shape) != want:
+            raise ValueError(
+                f"{name}.shape={tuple(x.shape)} does not fit the cache, which takes [B, T, K, head dim]={want}, with as"
+                " many rows T of key as of value. Reshape it, or make the cache with these sizes."
+            )
+        if x.dtype != cache.dtype:
+            raise ValueError(
+                f"{name}.dtype={x.dtype}, but the cache holds {cache.dtype}: nothing is converted silently. Convert it with"
+                " `.astype`, or make the cache with dtype=."
+            )
+    T = key.shape[1]
+    if lengths is None:
+        if T > capacity:
+            raise ValueError(
+                f"key.shape={tuple(key.shape)} has T={T} rows, but the cache has room for {capacity} in each sequence. Make"
+                " a longer cache, append fewer rows, or pass lengths= where some of the rows are padding."
+            )
+        return Rows(key, value, jnp.full((batch,), T, jnp.int32))
+    lengths = int_array("lengths", lengths)
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"lengths.shape={tuple(lengths.shape)} must be [B]={(batch,)}: how many of the T={T} rows are real in each"
+            " sequence. Leave it out where all are."
+        )
+    return Rows(key, value, jnp.clip(lengths.astype(jnp.int32), 0, T))
+
+
+def place(rows: Rows, lengths: Any, dropped: Any, has_room: Any) -> Placed:
+    """Returns where rows go that follow the first `lengths` rows: real ones, up to the first without room.
+
+    Args:
+      rows: the rows.
+      lengths: int32 [B], of the cache.
+      dropped: int32 [B], of the cache.
+      has_room: bool [B, T], whether there is a place for each row.
+    """
+    real = jnp.arange(rows.key.shape[1], dtype=jnp.int32) < rows.count[:, None]
+    writes = jnp.cumprod(real & has_room, axis=1, dtype=jnp.int32) > 0
+    written = writes.sum(axis=1, dtype=jnp.int32)
+    return Placed(writes, lengths + written, dropped + rows.count - written)

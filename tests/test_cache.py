@@ -1,0 +1,266 @@
+"""Caches as values: what append writes, in place, and nothing out of bounds; attention to what is there; the allocator."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+import pallas_fa
+from pallas_fa.cache import KeyValueCache, OutOfPages, PageAllocator, PagedCache
+
+RNG = np.random.default_rng(0)
+B, S, N, K, H, PAGE = 3, 12, 4, 2, 8, 4
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def contiguous(length=S):
+    return KeyValueCache.empty(B, length, K, H, 2 * H, jnp.float32)
+
+
+def paged(pages=S // PAGE):
+    """Pages in any order, more of them than the sequences have."""
+    cache = PagedCache.empty(B, pages, 2 * B * pages, PAGE, K, H, 2 * H, jnp.float32)
+    table = RNG.permutation(2 * B * pages)[: B * pages].astype(np.int32).reshape(B, pages)
+    return dataclasses.replace(cache, page_table=jnp.asarray(table))
+
+
+def rows_of(cache):
+    """Keys and values [B, S, K, dim] of either cache."""
+    if isinstance(cache, KeyValueCache):
+        return np.asarray(cache.key), np.asarray(cache.value)
+    table = np.asarray(cache.page_table)
+    return tuple(np.asarray(x)[table].reshape(B, -1, *x.shape[2:]) for x in (cache.key_pages, cache.value_pages))
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+def test_append_writes_the_real_rows_that_fit_and_nothing_else(make):
+    cache, append = make(), jax.jit(lambda cache, *rows: cache.append(*rows))
+    want, there, lost = tuple(x.copy() for x in rows_of(cache)), np.zeros(B, int), np.zeros(B, int)
+    before = cache
+    for T, real in ((5, (5, 0, 3)), (4, None), (4, (1, 4, 9)), (3, (3, 3, 1))):
+        new = normal(B, T, K, H), normal(B, T, K, 2 * H)
+        cache = append(cache, *new, None if real is None else jnp.array(real))
+        for b in range(B):
+            count = T if real is None else min(real[b], T)
+            fits = min(count, S - there[b])
+            for kept, rows in zip(want, new, strict=True):
+                kept[b, there[b] : there[b] + fits] = rows[b, :fits]
+            there[b] += fits
+            lost[b] += count - fits
+    for got, kept in zip(rows_of(cache), want, strict=True):
+        np.testing.assert_array_equal(got, kept)
+    np.testing.assert_array_equal(cache.lengths, there)
+    np.testing.assert_array_equal(cache.dropped, lost)
+    assert lost.any() and not before.lengths.any()
+    if make is paged:  # pages of no sequence
+        others = np.setdiff1d(np.arange(len(cache.key_pages)), cache.page_table)
+        assert not np.asarray(cache.key_pages)[others].any()
+
+
+def test_rows_without_a_page_are_dropped_with_all_behind_them():
+    cache = paged()
+    table = cache.page_table.at[0, 1].set(-1).at[1, 0].set(len(cache.key_pages)).at[2, 2].set(-7)
+    cache = dataclasses.replace(cache, page_table=table)
+    after = cache.append(normal(B, S, K, H), normal(B, S, K, 2 * H))
+    np.testing.assert_array_equal(after.lengths, [PAGE, 0, 2 * PAGE])
+    np.testing.assert_array_equal(after.dropped, [S - PAGE, S, S - 2 * PAGE])
+    written = np.flatnonzero(np.asarray(after.key_pages).any(axis=(1, 2, 3)))
+    np.testing.assert_array_equal(written, np.sort([table[0, 0], table[2, 0], table[2, 1]]))
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+@pytest.mark.parametrize("loop", [False, True], ids=["call", "scan"])
+def test_append_is_in_place(make, loop):
+    """In the compiled program nothing copies an array as large as the keys, and outputs are the donated inputs."""
+    cache = make(64)
+    rows = normal(B, 2, K, H), normal(B, 2, K, 2 * H)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def append(cache, key, value):
+        if not loop:
+            return cache.append(key, value)
+        return jax.lax.scan(lambda cache, _: (cache.append(key, value), None), cache, length=3)[0]
+
+    compiled = append.lower(cache, *rows).compile()
+    whole = min(x.size for x in rows_of(cache))
+    copied = re.findall(r"= \w+\[([\d,]*)\][^=]* (?:copy|copy-start|concatenate|pad)\(", compiled.as_text())
+    assert not [dims for dims in copied if np.prod([int(x) for x in dims.split(",") if x]) >= whole]
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(cache) if x.ndim > 2)
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+def test_prompts_of_different_lengths_then_steps_are_the_whole_sequences(make):
+    cache, prompts = make(), np.array([5, 2, 4])
+    q, k, v = normal(B, S, N, H), normal(B, S, K, H), normal(B, S, K, 2 * H)
+    arguments: dict = dict(local_window_size=(3, 0), logits_soft_cap=5.0)
+    whole = pallas_fa.dot_product_attention(q, k, v, is_causal=True, **arguments)
+
+    @jax.jit
+    def step(cache, q, k, v, lengths):
+        cache = cache.append(k, v, lengths)
+        return cache.attend(q, lengths=lengths, **arguments), cache
+
+    out, cache = step(cache, q[:, :5], k[:, :5], v[:, :5], prompts)
+    for b, length in enumerate(prompts):
+        np.testing.assert_allclose(out[b, :length], whole[b, :length], atol=1e-6)
+        assert not np.any(out[b, length:])
+    at = lambda x, i: jnp.stack([x[b, prompts[b] + i : prompts[b] + i + 3] for b in range(B)])
+    for i in (0, 3):
+        out, cache = step(cache, at(q, i), at(k, i), at(v, i), None)
+        np.testing.assert_allclose(out, at(whole, i), atol=1e-6)
+    np.testing.assert_array_equal(cache.lengths, prompts + 6)
+
+
+def test_a_mask_of_drafts():
+    """A tree of drafts: the third follows the first, not the second."""
+    cache = contiguous().append(normal(B, 6, K, H), normal(B, 6, K, 2 * H))
+    q, drafts = normal(B, 3, N, H), jnp.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    seen = jnp.ones((3, S), bool).at[:, 3:6].set(drafts)
+    out, lse = cache.attend(q, seen, return_residual=True)
+    want = pallas_fa.dot_product_attention(
+        q, cache.key[:, :6], cache.value[:, :6], mask=seen[:, :6], return_residual=True
+    )
+    np.testing.assert_allclose(out, want[0], atol=1e-6)
+    np.testing.assert_allclose(lse, want[1], atol=1e-6)
+
+
+WRONG = {
+    "more rows than room": (lambda c: c.append(normal(B, 13, K, H), normal(B, 13, K, 2 * H)), r"T=13 rows.*room for 12"),
+    "dtype": (lambda c: c.append(*(jnp.zeros((B, 1, K, x), jnp.bfloat16) for x in (H, 2 * H))), "key.dtype=bfloat16"),
+    "heads": (lambda c: c.append(normal(B, 1, N, H), normal(B, 1, K, 2 * H)), r"key.shape=\(3, 1, 4, 8\).*\(3, 1, 2, 8\)"),
+    "value head dim": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, H)), r"value.shape=\(3, 1, 2, 8\)"),
+    "lengths": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H), jnp.ones(2, int)), r"lengths.shape=\(2,\)"),
+    "float lengths": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H), jnp.ones(B)), "lengths.dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use(name, make):
+    call, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.eval_shape(call, make())
+
+
+def test_wrong_sizes_and_arguments():
+    with pytest.raises(ValueError, match="length=0 must be"):
+        KeyValueCache.empty(1, 0, 1, 8)
+    with pytest.raises(ValueError, match="page_size=0 must be"):
+        PagedCache.empty(1, 1, 1, 0, 1, 8)
+    with pytest.raises(ValueError, match="is_causal=True cannot be given here"):
+        contiguous().attend(normal(B, 1, N, H), is_causal=True)
+
+
+class Allocations(RuleBasedStateMachine):
+    """Any sequence of calls, beside a model that says which (sequence, page of its rows) has which page."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(num_pages=st.integers(1, 9), page_size=st.integers(1, 5))
+    def start(self, num_pages, page_size):
+        self.allocator, self.tokens = PageAllocator(num_pages, page_size), {}
+
+    def pages(self, sequence):
+        table = self.allocator.page_table([sequence], self.allocator.num_pages)[0]
+        return [int(page) for page in table if page >= 0]
+
+    def count(self, tokens):
+        return -(-tokens // self.allocator.page_size)
+
+    def attempt(self, needed, call):
+        """Calls, and checks that it fails if and only if pages are missing, and that it changes nothing then."""
+        free, before = self.allocator.free_pages, {s: self.pages(s) for s in self.tokens}
+        try:
+            result = call()
+        except OutOfPages as error:
+            assert needed > free and str(free) in str(error)
+            assert self.allocator.free_pages == free and before == {s: self.pages(s) for s in self.tokens}
+            return None
+        assert needed <= free and self.allocator.free_pages == free - needed
+        return result
+
+    @rule(target=sequences, tokens=st.integers(0, 20))
+    def allocate(self, tokens):
+        sequence = self.attempt(self.count(tokens), lambda: self.allocator.allocate(tokens))
+        if sequence is not None:
+            assert sequence not in self.tokens
+            self.tokens[sequence] = tokens
+        return sequence
+
+    @rule(sequence=sequences, tokens=st.integers(0, 20))
+    def extend(self, sequence, tokens):
+        if sequence in self.tokens:
+            before = self.pages(sequence)
+            needed = max(0, self.count(tokens) - len(before))
+            self.attempt(needed, lambda: self.allocator.extend(sequence, tokens))
+            assert self.pages(sequence)[: len(before)] == before  # rows stay where they are
+
+    @rule(target=sequences, sequence=sequences, shared=st.integers(0, 20), more=st.integers(0, 9))
+    def fork(self, sequence, shared, more):
+        if sequence not in self.tokens:
+            return None
+        before = self.pages(sequence)
+        if self.count(shared) > len(before):
+            with pytest.raises(ValueError, match="has pages for"):
+                self.allocator.fork(sequence, shared, shared + more)
+            return None
+        whole = shared // self.allocator.page_size
+        needed = self.count(shared + more) - whole
+        made = self.attempt(needed, lambda: self.allocator.fork(sequence, shared, shared + more))
+        if made is None:
+            return None
+        new, found = made
+        assert found == whole * self.allocator.page_size and self.pages(new)[:whole] == before[:whole]
+        assert not set(self.pages(new)[whole:]) & {page for s in self.tokens for page in self.pages(s)}
+        self.tokens[new] = shared + more
+        return new
+
+    @rule(sequence=consumes(sequences))
+    def free(self, sequence):
+        if sequence in self.tokens:
+            self.allocator.free(sequence)
+            del self.tokens[sequence]
+            with pytest.raises(ValueError, match="is not there"):
+                self.allocator.free(sequence)
+
+    @invariant()
+    def every_page_is_free_or_someones(self):
+        if not hasattr(self, "tokens"):
+            return
+        used = [self.pages(s) for s in self.tokens]
+        assert all(len(set(pages)) == len(pages) for pages in used)
+        assert len({page for pages in used for page in pages}) + self.allocator.free_pages == self.allocator.num_pages
+        # A page of two sequences is at the same place in both, since they begin alike.
+        places = {}
+        for pages in used:
+            for i, page in enumerate(pages):
+                assert places.setdefault(page, i) == i
+
+
+TestAllocations = Allocations.TestCase
+TestAllocations.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_wrong_use_of_the_allocator():
+    allocator = PageAllocator(4, 16)
+    first = allocator.allocate(40)
+    with pytest.raises(OutOfPages, match="2 more pages of 16 rows are needed.* only 1 are free"):
+        allocator.allocate(17)
+    with pytest.raises(ValueError, match="tokens=3 is less than shared=32"):
+        allocator.fork(first, 32, 3)
+    with pytest.raises(ValueError, match="pages_per_sequence=2, but sequence 0 has 3 pages"):
+        allocator.page_table([first], 2)
+    with pytest.raises(ValueError, match="tokens=-1"):
+        allocator.allocate(-1)
+    with pytest.raises(ValueError, match="page_size=0"):
+        PageAllocator(4, 0)

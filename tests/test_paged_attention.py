@@ -1,0 +1,130 @@
+"""Attention to keys and values in pages is attention to the rows that the table finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import masks
+from tests import cases
+from tests.accuracy import precision_of
+from tests.cases import Case
+
+PAGE = 16
+
+
+def in_pages(rng, key, value, lengths, page=PAGE, layout="PSKH"):
+    """Pages of contiguous rows, and their table: in any order, among others; NaN and no page's number past the lengths."""
+    B, S = key.shape[:2]
+    per_sequence = S // page
+    count = B * per_sequence + 3
+    table = rng.permutation(count)[: B * per_sequence].reshape(B, per_sequence).astype(np.int32)
+    filled = np.arange(S) < np.asarray(lengths)[:, None]
+    pages = []
+    for x in (key, value):
+        made = np.full((count, page, *x.shape[2:]), np.nan, x.dtype)
+        made[table] = np.where(filled[..., None, None], x, np.nan).reshape(B, per_sequence, page, *x.shape[2:])
+        pages.append(made if layout == "PSKH" else np.moveaxis(made, 2, 0))
+    unused = np.arange(per_sequence) * page >= np.asarray(lengths)[:, None]
+    return *pages, np.where(unused, rng.choice([-1, count, 2**31 - 1, -(2**31)], table.shape), table).astype(np.int32)
+
+
+def table_cases():
+    """Every mask, with the scores in turn."""
+    scores, sinks = [name for name in cases.SCORES if "partial" not in name], tuple(cases.SINKS)
+    for i, mask in enumerate(name for name in cases.MASKS if "partial" not in name):
+        (N, K), dtype = cases.HEADS[i % len(cases.HEADS)], cases.DTYPES[i % 3]
+        score = scores[(3 * i + 1) % len(scores)]
+        yield Case(37, 192, mask, score, dtype, N=N, K=K, H=16, Hv=24, sinks=sinks[i % len(sinks)])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("case", list(table_cases()), ids=str)
+def test_is_attention_to_the_rows_of_the_table(case, implementation, rng, small_chunks):
+    inputs = case.inputs()
+    q, k, v = inputs.qkv
+    keywords = inputs.keywords(inputs.arrays)
+    lengths = np.asarray(keywords.pop("key_value_seq_lengths", np.array([192, 101])), np.int32)
+    key_pages, value_pages, table = in_pages(rng, k, v, lengths)
+    common = dict(implementation=implementation, return_residual=True, **keywords)
+    with precision_of(case):
+        want = pallas_fa.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, **common)
+        got = pallas_fa.paged_attention(q, key_pages, value_pages, table, lengths, **common)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        tolerance = 0 if implementation == "reference" else 1e-5 if case.dtype == "float32" else 2e-2
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), atol=tolerance)
+
+
+@pytest.mark.parametrize("page", [1, 16, 48, 64, 192])
+@pytest.mark.parametrize("layout", ["PSKH", "KPSH"])
+def test_page_sizes_and_layouts(page, layout, rng, small_chunks):
+    q, k, v = (rng.standard_normal(x).astype(np.float32) for x in ((2, 3, 4, 8), (2, 192, 2, 8), (2, 192, 2, 16)))
+    for lengths in ((192, 50), (0, 1), (1000, -3)):
+        clipped = np.clip(lengths, 0, 192)
+        pages = in_pages(rng, k, v, clipped, page, layout)
+        mask = masks.Causal(align="bottom_right")
+        got = pallas_fa.paged_attention(q, *pages, jnp.array(lengths), mask=mask, page_layout=layout)
+        want = pallas_fa.dot_product_attention(q, k, v, mask=mask, key_value_seq_lengths=clipped)
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_memory_is_that_of_a_chunk():
+    """Neither the whole sequences nor the pages are copied: temporary memory is a small part of either."""
+    B, S, K, H, page = 2, 65536, 2, 64, 64
+    q, pages = jnp.zeros((B, 1, 4, H)), jax.ShapeDtypeStruct((B * S // page, page, K, H), jnp.float32)
+    table, lengths = jnp.zeros((B, S // page), int), jnp.zeros(B, int)
+    for layout in ("PSKH", "KPSH"):
+        shape = pages.shape if layout == "PSKH" else (K, *pages.shape[:2], H)
+        pages = jax.ShapeDtypeStruct(shape, jnp.float32)
+        attend = jax.jit(lambda *x, layout=layout: pallas_fa.paged_attention(*x, page_layout=layout))
+        analysis = attend.lower(q, pages, pages, table, lengths).compile().memory_analysis()
+        assert analysis.temp_size_in_bytes < B * S * K * H * 4 / 8
+
+
+def test_gradients_are_refused():
+    args = jnp.zeros((1, 1, 1, 8)), *[jnp.zeros((2, 16, 1, 8))] * 2, jnp.zeros((1, 1), int), jnp.ones(1, int)
+    with pytest.raises(NotImplementedError, match="keys and values in pages are for inference"):
+        jax.grad(lambda q: pallas_fa.paged_attention(q, *args[1:]).sum())(args[0])
+
+
+B, T, N, K, H = 2, 1, 4, 2, 8
+RIGHT = dict(
+    query=np.zeros((B, T, N, H), np.float32),
+    key_pages=np.zeros((6, PAGE, K, H), np.float32),
+    value_pages=np.zeros((6, PAGE, K, H), np.float32),
+    page_table=np.zeros((B, 3), np.int32),
+    lengths=np.zeros(B, np.int32),
+)
+# What is changed in `RIGHT`, and what the message says.
+WRONG = {
+    "table of floats": (dict(page_table=np.zeros((B, 3), np.float32)), "page_table.dtype=float32 must be an integer"),
+    "table of one sequence": (dict(page_table=np.zeros(3, np.int32)), r"page_table.shape=\(3,\) must be \[B, pages"),
+    "table of others": (dict(page_table=np.zeros((3, 3), np.int32)), r"with B=2 as in query.shape=\(2, 1, 4, 8\)"),
+    "lengths": (dict(lengths=np.zeros(3, np.int32)), r"lengths.shape=\(3,\) must be \[B\]=\(2,\)"),
+    "float lengths": (dict(lengths=np.zeros(B)), "^lengths.dtype=float64 must be an integer"),
+    "other value pages": (dict(value_pages=np.zeros((5, PAGE, K, H), np.float32)), "must agree but for the head dim"),
+    "head dims": (dict(query=np.zeros((B, T, N, 16), np.float32)), "different head dims H"),
+    "heads": (dict(query=np.zeros((B, T, 3, H), np.float32)), "N must be a multiple of K"),
+    "dtypes": (dict(query=np.zeros((B, T, N, H), np.float16)), "nothing is converted silently"),
+    "page layout": (dict(page_layout="PKSH"), "page_layout='PKSH' is not one of 'PSKH', 'KPSH'"),
+    "empty pages": (dict(key_pages=np.zeros((6, 0, K, H), np.float32)), "no dim of size 0"),
+    "batch dims": (dict(query=np.zeros((T, N, H), np.float32)), r"query.shape=\(1, 4, 8\) must be \[B, T, N, H\]"),
+    "lengths twice": (dict(key_value_seq_lengths=np.zeros(B, int)), "it is the argument lengths"),
+    "layout": (dict(layout="BNTH"), "page_layout says"),
+    "dropout": (dict(dropout_rate=0.1), "for inference"),
+    "forward mode": (dict(forward_mode=True), "for inference"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use(name):
+    changed, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        pallas_fa.paged_attention(**RIGHT | changed)
+
+
+def test_neutral_values_of_what_is_refused():
+    neutral = dict(layout="BTNH", dropout_rate=0.0, forward_mode=False, key_value_seq_lengths=None)
+    assert not pallas_fa.paged_attention(**RIGHT, **neutral).any()
