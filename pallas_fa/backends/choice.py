@@ -90,8 +90,11 @@ def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str
             verdict = f"cannot: {reason}"
         elif backend == second and chosen is not None and not _runs_here(chosen):
             verdict = f"runs this call on this machine's {jax.default_backend()}"
+        elif backend in named:
+            verdict = "could; comes later in the order"
         else:
-            verdict = "could; comes later in the order" if backend in named else "could, but only when named"
+            why = backend.supports(problem).only_named
+            verdict = "could, but only when named" + (f": {why}" if why else "")
         lines.append(f"{backend.name}: {verdict}")
     if problem.dims.T == 1 < problem.dims.S and any(map(_is_top_left, parts_of(problem.mask, Causal))):
         lines.append(
@@ -114,7 +117,8 @@ def _remark(problem, backend, known):
     if backend.platform is None:
         return ""
     support, other = backend.supports(problem), _gradients(problem, backend, known).name
-    reason, where = support.backward, where + (f"; {support.remark}" if support.remark else "")
+    reason = support.backward
+    where += "".join(f"; {words}" for words in (support.remark, support.only_named) if words)
     if problem.forward_mode:
         reason, other = "forward_mode=True", "xla"
     if problem.pages:
@@ -124,7 +128,7 @@ def _remark(problem, backend, known):
 
 def _named(problem, implementation, known) -> tuple[Backend, ...]:
     known = {backend.name: backend for backend in known}
-    default = tuple(backend.name for backend in known.values() if backend.by_default)
+    default = tuple(x.name for x in known.values() if x.by_default and x.supports(problem).only_named is None)
     names = default if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):

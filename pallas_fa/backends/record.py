@@ -11,12 +11,14 @@ from pallas_fa.problem import Operands, Problem, Residuals
 class Support(NamedTuple):
     """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can.
 
-    `remark`: what else it does for the problem, in words that follow its name; None for nothing.
+    `remark`: what else it does for the problem, in words that follow its name; None for nothing. `only_named`: why
+    `implementation=None` does not choose it; None where it does.
     """
 
     forward: str | None = None
     backward: str | None = None
     remark: str | None = None
+    only_named: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":
@@ -25,6 +27,7 @@ class Support(NamedTuple):
 
 
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
+NEVER_RUN = "compiled for this GPU, but not run on one yet"
 
 
 NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"

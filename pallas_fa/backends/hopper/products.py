@@ -1,8 +1,9 @@
-"""How matmuls are made from operands: one 16-bit product, or several for float32 operands, which are split.
+"""How matmuls are made from operands: one 16-bit product, or several for float32 operands, which are split into parts.
 
-The tensor cores multiply 16-bit numbers exactly and add in float32. A float32 number is split into bfloat16 numbers that
-add up to it: hi, the nearest one, and lo, that of what is left. Of hi and lo together 16 to 17 bits are kept. A float32
-matmul is the sum of hi hi, hi lo and lo hi (Henry, Tang and Heinecke, arXiv 1904.06376; XLA's `BF16_BF16_F32_X3`).
+The tensor cores multiply 16-bit numbers exactly and add in float32. A float32 number is the sum of bfloat16 numbers: the
+nearest one, that of what is left, and so on, each with 8 more bits. A float32 matmul is a sum of matmuls of such parts
+(Henry, Tang and Heinecke, arXiv 1904.06376): three of two parts, six of three, as JAX's algorithms BF16_BF16_F32_X3 and
+BF16_BF16_F32_X6.
 
 Queries, keys, values and output gradients are split before a kernel, since many CTAs read each of them. The parts of an
 array lie side by side along its heads, so that a tile is loaded part by part with the strides of one array. P and dS are
@@ -16,37 +17,60 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.operands.layout import Layout
+from pallas_fa.problem import Problem
 
-LARGEST_SPLIT_HEAD_DIM = 128  # the parts of larger tiles don't fit shared memory
-_ALGORITHMS = jax.lax.DotAlgorithmPreset.DEFAULT, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+# What fits shared memory, by parts.
+LARGEST_HEAD_DIM = {1: 256, 2: 128, 3: 64}
+
+_Precision, _Algorithm = jax.lax.Precision, jax.lax.DotAlgorithmPreset
+# JAX's default and HIGH mean TensorFloat-32 on a GPU, which three products exceed.
+_PARTS = {
+    None: 2,
+    _Precision.DEFAULT: 2,
+    _Precision.HIGH: 2,
+    _Precision.HIGHEST: 3,
+    _Algorithm.DEFAULT: 2,
+    _Algorithm.BF16_BF16_F32_X3: 2,
+    _Algorithm.BF16_BF16_F32_X6: 3,
+}
 
 
-def why_not(dtype: Any, precision: Any) -> str | None:
-    """Returns None if matmuls of operands of `dtype` can be made at `precision`, as JAX means it, else the reason.
-
-    For float32 operands JAX's default and HIGH mean TensorFloat-32 on a GPU, which three products exceed.
-    """
-    of_algorithm = isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset))
-    if dtype in (jnp.bfloat16, jnp.float16):
-        return f"precision={precision}; its matmuls multiply exactly and add in float32" if of_algorithm else None
-    if dtype != jnp.float32:
-        return f"{dtype} inputs; its matmuls are of bfloat16, float16 or float32, and nothing is downcast silently"
-    each = precision if isinstance(precision, tuple) else (precision,)
-    if jax.lax.Precision.HIGHEST in each or (of_algorithm and precision not in _ALGORITHMS):
-        return (
-            f"precision={precision} of float32 inputs; it makes their matmuls by three bfloat16 ones (BF16_BF16_F32_X3)"
-        )
+def why_not(problem: Problem) -> str | None:
+    """Returns None if the matmuls can be made as the problem's precision says, else the reason."""
+    precision = problem.precision
+    if problem.dtype in (jnp.bfloat16, jnp.float16):
+        exact = not isinstance(precision, (jax.lax.DotAlgorithm, _Algorithm))
+        return None if exact else f"precision={precision}; its matmuls multiply exactly and add in float32"
+    if problem.dtype != jnp.float32:
+        return f"{problem.dtype} inputs; its matmuls are of 16 bits or float32, and nothing is downcast silently"
+    if not all(each in _PARTS for each in _each(precision)):
+        return f"precision={precision}; it makes float32 products as BF16_BF16_F32_X3 and BF16_BF16_F32_X6 do"
     return None
 
 
-def parts_of(dtype: Any) -> int:
-    """Returns how many parts an operand of this dtype is split into."""
-    return 2 if np.dtype(dtype) == np.float32 else 1
+def _each(precision):
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
-def operand_dtype(dtype: Any) -> np.dtype:
+def parts_of(problem: Problem) -> int:
+    """Returns how many parts each operand is split into; of a problem whose products can be made."""
+    if problem.dtype != jnp.float32:
+        return 1
+    return max(_PARTS[each] for each in _each(problem.precision))
+
+
+def operand_dtype(problem: Problem) -> np.dtype:
     """Returns the dtype of these parts."""
-    return np.dtype(dtype) if parts_of(dtype) == 1 else np.dtype(jnp.bfloat16)
+    return np.dtype(jnp.bfloat16) if parts_of(problem) > 1 else problem.dtype
+
+
+def remark(problem: Problem) -> str | None:
+    """Returns what is done with the operands, in words; None for nothing."""
+    parts = parts_of(problem)
+    if parts == 1:
+        return None
+    count = len(pairs(parts))
+    return f"copies q, k and v once in each direction, split into {parts} bfloat16 parts each, for {count} products"
 
 
 def pairs(parts: int) -> tuple[tuple[int, int], ...]:
@@ -54,31 +78,27 @@ def pairs(parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((i, total - i) for total in reversed(range(parts)) for i in range(total + 1))
 
 
-def split(x: Any) -> tuple[Any, ...]:
-    """Returns the parts of x as operands of matmuls: of a 16-bit array itself."""
-    if parts_of(x.dtype) == 1:
-        return (x,)
-    hi = x.astype(jnp.bfloat16)
-    return hi, (x - hi.astype(jnp.float32)).astype(jnp.bfloat16)
+def split(x: Any, parts: int) -> tuple[Any, ...]:
+    """Returns bfloat16 parts whose sum is the float32 array x, the largest first."""
+    found, rest = [], x
+    for _ in range(parts - 1):
+        found.append(rest.astype(jnp.bfloat16))
+        rest = rest - found[-1].astype(jnp.float32)
+    return *found, rest.astype(jnp.bfloat16)
 
 
-def remark(dtype: Any) -> str | None:
-    """Returns what is done with operands of `dtype`, in words; None for nothing."""
-    if parts_of(dtype) == 1:
-        return None
-    return "copies q, k and v once in each direction, split into two bfloat16 parts each: three products (BF16_BF16_F32_X3)"
+def operand(problem: Problem, x: Any) -> tuple[Any, ...]:
+    """Returns the parts of a float32 x in registers, as a left operand of matmuls with operands of the problem."""
+    parts = parts_of(problem)
+    return (x.astype(problem.dtype),) if parts == 1 else split(x, parts)
 
 
-def operand(x: Any, dtype: Any) -> tuple[Any, ...]:
-    """Returns a float32 x as an operand of matmuls with operands that were split from arrays of `dtype`."""
-    return split(x.astype(dtype))
-
-
-def in_memory(x: Any, layout: Layout) -> Any:
+def in_memory(problem: Problem, x: Any, layout: Layout) -> Any:
     """Returns an operand [B, length, heads, dim] as kernels read it: its parts side by side along the heads."""
-    if parts_of(x.dtype) == 1:
+    parts = parts_of(problem)
+    if parts == 1:
         return x
-    hi, lo = split(x)
-    # Of an infinite number nothing is left.
-    lo = jnp.where(jnp.isfinite(x) & jnp.isfinite(hi), lo, 0)
-    return jnp.concatenate([hi, lo], axis=layout.index("N"))
+    first, *others = split(x, parts)
+    # Of a number that is or becomes infinite nothing is left, and inf - inf would be NaN.
+    others = (jnp.where(jnp.isfinite(first), part, 0) for part in others)
+    return jnp.concatenate([first, *others], axis=layout.index("N"))

@@ -7,39 +7,44 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.hopper import head_dims
-from pallas_fa.backends.record import Support
+from pallas_fa.backends.hopper import head_dims, products
+from pallas_fa.backends.record import NEVER_RUN, Support
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
-
-_MAX_HEAD_DIM = 256
 
 
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
     kernels = head_dims.padded(problem)
-    reason = _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
+    reason = products.why_not(problem) or _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu))
+    only_named = NEVER_RUN if products.parts_of(problem) > 1 else None
+    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):
     from pallas_fa.backends.hopper.decode import choose as decode
 
-    remarks = [head_dims.remark(problem), decode.remark(kernels, gpu) if decode.applies(kernels) else None]
+    remarks = [
+        head_dims.remark(problem),
+        products.remark(problem),
+        decode.remark(kernels, gpu) if decode.applies(kernels) else None,
+    ]
     return "; ".join(filter(None, remarks)) or None
 
 
 def _why_no_head_dim(problem):
+    parts = products.parts_of(problem)
+    most, in_parts = products.LARGEST_HEAD_DIM[parts], f" in {parts} bfloat16 parts" if parts > 1 else ""
     for name, size in (("H", problem.H), ("Hv", problem.Hv)):
-        if size > _MAX_HEAD_DIM:
-            return f"head dim {name}={size}; it takes at most {_MAX_HEAD_DIM}"
+        if size > most:
+            return f"head dim {name}={size}{in_parts}; it takes at most {most}"
     return None
 
 
@@ -48,12 +53,8 @@ def _why_no_forward(problem, gpu):
         return "keys and values in pages"
     if problem.dims.is_symbolic:
         return "a symbolic size; its kernels are made for sizes that are known"
-    if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):
         return "a dim of size 0"
-    if isinstance(problem.precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-        return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
     return (

@@ -65,7 +65,7 @@ class Tiles:
     def scratch(self, *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
         views = self.views(*lead, rows=rows)
-        return plgpu.RefUnion(*views) if len(views) > 1 else views[0]
+        return views[0] if len(views) == 1 else plgpu.RefUnion(*views)
 
     def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""

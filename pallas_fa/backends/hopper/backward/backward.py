@@ -74,7 +74,7 @@ def backward(
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
-    q, k, v, d_out = (products.in_memory(x, problem.layout) for x in (q, k, v, d_out))
+    q, k, v, d_out = (products.in_memory(problem, x, problem.layout) for x in (q, k, v, d_out))
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)

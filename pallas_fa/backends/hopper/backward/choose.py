@@ -29,7 +29,7 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         group=problem.group,
         masked=problem.mask is not None,
         visit_table=bool(jax.tree.leaves(problem.mask)),
-        split=products.parts_of(problem.dtype) > 1,
+        split=products.parts_of(problem) > 1,
     )
     named = problem.config and problem.config.backward
     configs = (named,) if named else backward_configs(facts)

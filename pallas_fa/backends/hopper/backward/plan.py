@@ -76,7 +76,7 @@ class BackwardPlan:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        dtype, parts = products.operand_dtype(problem.dtype), products.parts_of(problem.dtype)
+        dtype, parts = products.operand_dtype(problem), products.parts_of(problem)
         q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, parts=parts) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)

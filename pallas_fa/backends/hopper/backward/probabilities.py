@@ -24,7 +24,7 @@ def probabilities(
     With a score, logits are scaled, scored and shifted in registers instead.
     """
     plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
-    shape, dtype, scale = (64, plan.config.width), plan.problem.dtype, plan.problem.scale
+    problem, shape, scale = plan.problem, (64, plan.config.width), plan.problem.scale
     streamed_qk, streamed_pv = w.streamed_qk.at[slots.qk], w.streamed_pv.at[slots.pv]
 
     def statistic(name, slot):
@@ -54,7 +54,7 @@ def probabilities(
             x, p = None, jnp.exp2(s * (scale * LOG2E))
         p = tile.dropped(plan, tile.zero_where_masked(p))
         kept = jnp.maximum(p, 0.0) if at.dropout and kind.accumulates_qk else p
-        p_operand = products.operand(kept, dtype) if kind.accumulates_pv else None
+        p_operand = products.operand(problem, kept) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
         dp = wgmma.result(dp_acc, in_flight=0)
@@ -67,7 +67,7 @@ def probabilities(
         if plan.problem.score is not None:
             ds, *gradients = map(tile.zero_where_masked, tile.pullback(x, ds))
             new_sums = _plus_gradients(w, at, gradients, sums)
-        return p_operand, products.operand(ds, dtype), new_sums
+        return p_operand, products.operand(problem, ds), new_sums
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk else 1))
 

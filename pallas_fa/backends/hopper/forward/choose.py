@@ -31,7 +31,7 @@ def _facts(problem):
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
-        split=products.parts_of(problem.dtype) > 1,
+        split=products.parts_of(problem) > 1,
     )
 
 

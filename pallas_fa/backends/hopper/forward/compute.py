@@ -123,7 +123,7 @@ class Compute:
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, products.operand(self._dropped(p, i, visited), plan.problem.dtype)
+        return acc, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
 
     def _dropped(self, p, i, visited):
         """Returns the probabilities of step i after dropout, which the epilogue scales."""
@@ -159,7 +159,7 @@ class Compute:
         if new_max:
             m, rescale = new_max
             acc = epilogue.times_rows(acc, rescale)
-        return acc, m, l, products.operand(p, plan.problem.dtype)
+        return acc, m, l, products.operand(plan.problem, p)
 
     def _finish(self, acc, m, l, p):
         """The last P V, and the stores."""

@@ -67,8 +67,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     """
     q, k, v, score, mask, sinks, dropout = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
-    q = products.in_memory(q, plan.query_layout)
-    k, v = (products.in_memory(x, problem.layout) for x in (k, v))
+    q = products.in_memory(problem, q, plan.query_layout)
+    k, v = (products.in_memory(problem, x, problem.layout) for x in (k, v))
     arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
     if visits is not None:
         arrays.append(visits)

@@ -48,7 +48,7 @@ class ForwardPlan:
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         layouts = self.query_layout, problem.layout, problem.layout, self.query_layout
-        parts, dtype = products.parts_of(problem.dtype), products.operand_dtype(problem.dtype)
+        parts, dtype = products.parts_of(problem), products.operand_dtype(problem)
         q, k, v, out = (
             Tiles(*shape, dtype, layout, self.interpret, parts=parts)
             for shape, layout in zip(shapes, layouts, strict=True)
