@@ -5,7 +5,8 @@ usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...
 
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
 of the output of the step before. Caches that the GPU's own cache could hold are several in turn. Each row says how many of
-the cache's bytes within the lengths and the window a second read, and what part of the memory's speed that is.
+the cache's bytes within the lengths and the window a second read, and what part of the memory's speed that is. Steps that
+name page sizes are also timed with the same cache in pages, which lie in random order.
 """
 
 import argparse
@@ -35,7 +36,10 @@ _CACHE_BYTES = 256 * 2**20  # keys and values of all sets in turn: several times
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """T queries of each of B sequences, N heads on K, with S keys; `length` of them real, `window` of these seen."""
+    """T queries of each of B sequences, N heads on K, with S keys; `length` of them real, `window` of these seen.
+
+    `page`: rows of a page, for a cache in pages; None for one in one piece.
+    """
 
     B: int
     S: int
@@ -45,6 +49,7 @@ class Step:
     T: int = 1
     length: int | None = None
     window: int | None = None
+    page: int | None = None
 
     @property
     def keys(self) -> int:
@@ -71,7 +76,10 @@ STEPS = {
     "t4-b8-s32k": Step(8, 32768, T=4),
     "t16-b8-s32k": Step(8, 32768, T=16),
     "mha-b8-s4k": Step(8, 4096, N=16, K=16),
+    "cache-b32-s4k": Step(32, 4096, length=4096),
+    "cache-b8-s32k": Step(8, 32768, length=32768),
 }
+PAGES = {"cache-b32-s4k": (16, 32, 64, 128, 256), "cache-b8-s32k": (16, 32, 64, 128, 256)}
 
 
 def attend(implementation: Implementation, step: Step) -> Callable[[Any, Any, Any], Any]:
@@ -89,9 +97,26 @@ def attend(implementation: Implementation, step: Step) -> Callable[[Any, Any, An
     if step.window:
         assert mask is not None and step.length is not None
         mask = mask & masks.Window(step.window - 1, None, offset=jnp.full((step.B,), step.length - step.T, jnp.int32))
-    return lambda q, k, v: pallas_fa.dot_product_attention(
-        q, k, v, mask=mask, key_value_seq_lengths=lengths, implementation=backend, config=implementation.config
-    )
+    common: dict[str, Any] = dict(mask=mask, implementation=backend, config=implementation.config)
+    if step.page is None:
+        return lambda q, k, v: pallas_fa.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, **common)
+    assert lengths is not None
+    table, pages = page_table(step), (-1, step.page, step.K, step.H)
+    return lambda q, k, v: pallas_fa.paged_attention(q, k.reshape(pages), v.reshape(pages), table, lengths, **common)
+
+
+def page_table(step: Step) -> Any:
+    """Returns the table [B, S / page] of pages in random order, as caches whose sequences have grown together have them."""
+    assert step.page is not None
+    count = step.B * step.S // step.page
+    return jax.random.permutation(jax.random.key(1), count).astype(jnp.int32).reshape(step.B, -1)
+
+
+def first_sequence(step: Step, x: Any) -> Any:
+    """Returns keys or values [1, S, K, H] of the first sequence."""
+    if step.page is None:
+        return x[:1]
+    return x.reshape(-1, step.page, step.K, step.H)[page_table(step)[0]].reshape(1, step.S, step.K, step.H)
 
 
 def chained(fn: Callable[[Any, Any, Any], Any], repeats: int) -> Callable[[Any, Any], Any]:
@@ -123,8 +148,9 @@ def caches_of(step: Step) -> tuple[Any, list[tuple[Any, Any]]]:
 def error_of(fn: Callable[[Any, Any, Any], Any], step: Step, q: Any, k: Any, v: Any) -> float:
     """Returns the largest error of the first sequence over the largest element of the truth, the definition in float32."""
     out = fn(q, k, v)[:1].astype(jnp.float32)
-    one = dataclasses.replace(step, B=1)
-    truth = attend(parse("pallas_fa:reference"), one)(*(x[:1].astype(jnp.float32) for x in (q, k, v)))
+    one = dataclasses.replace(step, B=1, page=None)
+    arrays = q[:1], first_sequence(step, k), first_sequence(step, v)
+    truth = attend(parse("pallas_fa:reference"), one)(*(x.astype(jnp.float32) for x in arrays))
     return float(jnp.abs(out - truth).max() / jnp.abs(truth).max())
 
 
@@ -150,12 +176,15 @@ def measure(
     repeats = max(2, int(0.02 / estimate))
     rows: dict[str, Row] = {}
     programs = {}
-    for label, implementation in candidates.items():
-        row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(step)
+    calls = {label: (implementation, step) for label, implementation in candidates.items()}
+    for page in PAGES.get(name, ()):
+        calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, page=page)
+    for label, (implementation, call) in calls.items():
+        row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(call)
         rows[label] = row | dict(bytes=step.bytes, caches=len(caches))
         try:
-            fn = attend(implementation, step)
-            rows[label]["max_error"] = error_of(jax.jit(fn), step, q, *caches[0])
+            fn = attend(implementation, call)
+            rows[label]["max_error"] = error_of(jax.jit(fn), call, q, *caches[0])
             program = chained(fn, repeats).lower(q, caches).compile()
             jax.block_until_ready(program(q, caches))
             programs[label] = program

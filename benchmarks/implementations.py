@@ -26,6 +26,7 @@ from benchmarks.workloads import Workload
 BACKENDS = {
     "pallas_fa": (),
     "jax.nn": ("None", "cudnn", "xla"),
+    "einsum": ("xla",),  # what users write where jax.nn has no argument for it
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
     "dew_flash_attn": ("fa3",),
 }
@@ -80,13 +81,20 @@ class Implementation:
             return {"ids": w.ids()}
         if w.documents:
             return {"mask": w.dense(documents_only=True)}
-        if w.pattern and self.library != "pallas_fa":
+        if w.dense_mask or (w.pattern and self.library != "pallas_fa"):
             return {"mask": w.dense()}
         return {"mask": w.dense(padding_only=True)} if w.padding is not None else {}
 
     def attend(self, workload: Workload, arrays: dict[str, Any], masks: dict[str, Any]) -> Any:
         """The output [B, T, N, Hv]. Raises what the library raises, and NotImplementedError for what it lacks."""
         w = workload
+        if w.vmap:
+            assert not masks
+            one = dataclasses.replace(w, vmap=False, B=1)
+            of_one = lambda arrays: self.attend(one, jax.tree.map(lambda x: x[None], arrays), {})[0]
+            return jax.vmap(of_one)(arrays)
+        if self.library == "einsum":
+            return _einsum(w, arrays)
         if self.library == "dew_flash_attn":
             return flash_attn3.attend(w, arrays)
         keywords = self.keywords(w, arrays, masks)
@@ -127,8 +135,13 @@ class Implementation:
             kwargs["deterministic_gradients"] = True
         if w.pattern and self.library == "pallas_fa" and self.form in ("", "deterministic"):
             kwargs["mask"] = _mask(w)
-        elif not w.pattern and self.form not in (*MASK_FORMS, "blocks"):
+        elif not w.pattern and not w.dense_mask and self.form not in (*MASK_FORMS, "blocks"):
             kwargs |= {"is_causal": w.causal, "local_window_size": w.window}
+        if w.bias and not w.learned:
+            kwargs["bias"] = jax.lax.stop_gradient(kwargs["bias"])
+        if w.lengths is not None:
+            lengths = jnp.asarray(w.real_keys(), jnp.int32)
+            kwargs |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
         if w.soft_cap:
@@ -198,6 +211,18 @@ def _check_ours(name: str, backend: str) -> None:
         pallas_fa.explain(x, x, x, implementation=backend)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+
+
+def _einsum(w: Workload, arrays: dict[str, Any]) -> jax.Array:
+    """Attention with a soft cap or another value head dim, as JAX users write it: the softmax in float32, heads alike."""
+    others = dataclasses.replace(w, causal=False, soft_cap=None)
+    if (not w.soft_cap and w.H == w.Hv) or others.mask != "full" or w.N != w.K:
+        raise NotImplementedError("jax.nn has arguments for this call, or einsum lacks them")
+    query, key, value = (arrays[name] for name in TOKENS)
+    x = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * w.H**-0.5
+    x = w.soft_cap * jnp.tanh(x / w.soft_cap) if w.soft_cap else x
+    x = jnp.where(jnp.tri(w.T, w.S, dtype=bool), x, -jnp.inf) if w.causal else x
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, axis=-1).astype(query.dtype), value)
 
 
 def _function(library) -> Any:

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("rows", nargs="*", type=Path, help="JSONL files; each becomes a picture beside it")
     args = parser.parse_args(argv)
-    for path in args.rows or [path for path in row_file.kept() if path.stem != "decode"]:  # a table says it better
+    for path in args.rows or [path for path in row_file.kept() if path.stem not in ("decode", "generation")]:  # tables
         draw(command.read_rows([path]), path.with_suffix(".png"))
     if not args.rows:
         readme_picture.draw()

@@ -48,7 +48,7 @@ def page(files: Iterable[Path]) -> str:
 
 def _part(path: Path, found: Sequence[Row]) -> str:
     suite = found[0]["suite"]
-    bodies = {"scaling": distributed.tables, "decode": _decode}
+    bodies = {"scaling": distributed.tables, "decode": _decode, "generation": _generation}
     body = _training if suite.startswith("training") else bodies.get(suite, _attention)
     return "\n".join([heading(path, found), *body(found)])
 
@@ -101,6 +101,27 @@ def _decode_step(row: Row | None, ours: Row) -> str:
     ratio = row["p50_ms"] / ours["p50_ms"]
     text = f"{row['p50_ms'] * 1e3:.1f} ({row['of_memory']:.0%})"
     return text if row is ours else slower(f"{text} ({ratio:.2f}x)", ratio)
+
+
+def _generation(found: Sequence[Row]) -> list[str]:
+    """A table of tokens a second, and of the time of a step."""
+    names, one = _names(found), found[0]
+    lines = []
+    for each in _by(found, "batch"):
+        first = next(iter(each.values()))
+        label = f"{first['batch']} x ({first['prompt']} + {first['steps']})"
+        read = f"{first['bytes'] / 2**30:.2f}"
+        lines.append([label, read, *(_generated(each.get(name), each.get(names[0])) for name in names)])
+    return [
+        f"Text from {one['size']}, {one['dtype']}, random weights, greedy: tokens a second once the prompts are read.\n",
+        table(["texts x (prompt + tokens)", "GiB a step reads", *names], lines),
+    ]
+
+
+def _generated(row: Row | None, ours: Row | None) -> str:
+    if row is None or not has_time(row):
+        return labels.reason(row["error"] if row else None)
+    return _against(f"{row['tokens_per_s']:,.0f}, {row['p50_ms']:.2f} ms", ours, row)
 
 
 def _names(found: Sequence[Row]) -> list[str]:

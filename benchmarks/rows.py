@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine
@@ -41,6 +42,7 @@ def compiled(program: Program) -> Row:
         "provenance": w.provenance,
         "config": None,  # tiles of a kernel: None is the library's own choice
         "flops": w.flops(program.direction),
+        **({"repeats": program.repeats} if program.repeats > 1 else {}),
         "trace_s": _rounded(program.trace_s),
         "compile_s": _rounded(program.compile_s),
         **{f"{name}_bytes": size for name, size in program.memory.items()},
@@ -50,7 +52,7 @@ def compiled(program: Program) -> Row:
 
 def timed(bound: Bound[Program], ratios: list[float], baseline: str | None) -> Row:
     """What the samples say: times in milliseconds, TFLOP/s of the median, the median of the paired ratios."""
-    row = times(bound)
+    row = times(bound, bound.program.repeats)
     row["tflops"] = _rounded(bound.program.workload.flops(bound.program.direction) / row["p50_ms"] / 1e9)
     row |= against(bound.program.implementation.name, ratios, baseline)
     if bound.dispatch_s is not None:
@@ -71,6 +73,13 @@ def times(bound: Bound[Any], repeats: int = 1) -> Row:
 def against(name: str, ratios: list[float], baseline: str | None) -> Row:
     """The median of the paired ratios; 1 for the baseline itself."""
     return {"baseline": baseline, "ratio": 1.0 if name == baseline else _rounded(np.median(ratios)) if ratios else None}
+
+
+@jax.jit
+def distance(x: Any, y: Any) -> jax.Array:
+    """The largest difference of two arrays over the largest value of `y`; NaN where one is not finite."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.max(jnp.abs(x - y), initial=0) / jnp.maximum(jnp.max(jnp.abs(y), initial=0), 1e-30)
 
 
 def accuracy(errors: dict[str, dict[str, float]], checked_rows: int) -> Row:

@@ -4,17 +4,19 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from benchmarks import command, machine, measure, progress, row_file, rows
+from benchmarks import command, gate, machine, measure, progress, row_file, rows
 from benchmarks.implementations import Implementation
 from benchmarks.truth import Truth, truth
 from benchmarks.workloads import FLOPS_FACTOR, Workload, suites
 
 _COMPILE_SHARE = 0.6  # of the budget, at most
+_CHAIN_SECONDS, _LONGEST_CHAIN = 1e-3, 64  # the programs of chained suites repeat calls that take less
+_AGREEMENT = 0.05  # of the largest value: results of a gate that differ by more are wrong
 _DISPATCHES = 20  # calls of which the shortest is the row's `dispatch_us`
 
 
@@ -63,7 +65,7 @@ class Runner:
             if group[0].workload is not workload and runnable:
                 workload, inputs, true = group[0].workload, [], None  # frees the last workload's before making new ones
                 inputs = measure.input_sets(workload)
-                true = truth(workload, *inputs[0], affordable)
+                true = None if suites()[self.args.suite].gate else truth(workload, *inputs[0], affordable)
             self.bar.set_postfix_str(group[0].workload.name)
             yield from self.group(group, inputs, true, left / (len(groups) - i))
 
@@ -72,7 +74,11 @@ class Runner:
     ) -> Iterator[rows.Row]:
         """One workload in one direction: all programs run once and checked, then timed in turns for `share` seconds."""
         found: dict[int, rows.Row] = {id(p): self.common | rows.compiled(p) for p in programs}
+        if suites()[self.args.suite].gate:
+            for p in programs:
+                found[id(p)]["runs"] = gate.runs(p.implementation, p.workload)
         bounds = []
+        self.agreed: dict[str, Any] | None = None  # the results of the first program that ran
         for program in programs:
             if (bound := self._start(program, inputs, true, found[id(program)])) is not None:
                 bounds.append(bound)
@@ -95,6 +101,8 @@ class Runner:
             row["error"] = f"not run: needs {temp / 2**30:.1f} GiB of temporary memory"
 
         def check(outputs):
+            if suites()[self.args.suite].gate:
+                row["error"] = self._difference(program.results(outputs))
             if true is not None and program.implementation.form != "without":  # it computes something else
                 row.update(rows.accuracy(true.errors(program.results(outputs)), len(true.rows)))
                 row["error"] = None if row["max_error"] is not None else "wrong: not finite where the truth is"
@@ -102,17 +110,37 @@ class Runner:
         bind = functools.partial(program.bind, inputs)
         return measure.start(bind, row, self.end, self.args.target_ms / 1e3, check, _DISPATCHES)
 
+    def _difference(self, results) -> str | None:
+        """Whether these are the results of the group's first program: else an error. The truth would take longer."""
+        if self.agreed is None:
+            self.agreed = results
+            return None
+        far = {name: float(rows.distance(x, self.agreed[name])) for name, x in results.items()}
+        wrong = [f"{name} by {x:.2g}" for name, x in far.items() if not x < _AGREEMENT]
+        return f"wrong: differs from the first: {', '.join(wrong)}" if wrong else None
+
 
 def programs_of(
-    workloads: Sequence[Workload], directions: Sequence[str], implementations: Sequence[Implementation]
+    workloads: Sequence[Workload],
+    directions: Sequence[str],
+    implementations: Sequence[Implementation],
+    repeats: Callable[[Workload, str], int] = lambda workload, direction: 1,
 ) -> list[list[measure.Program]]:
     """Groups of programs: one group for each workload and direction that any of them applies to."""
     groups = [
-        [measure.Program(i, w, direction) for i in implementations if i.applies(w)]
+        [measure.Program(i, w, direction, repeats(w, direction)) for i in implementations if i.applies(w)]
         for w in workloads
         for direction in directions
+        if w.gradient or direction == "forward"
     ]
     return [group for group in groups if group]
+
+
+def _repeats(workload: Workload, direction: str) -> int:
+    """How many calls a program chains: so many that it lasts longer than its dispatch."""
+    rate = 100e12 if workload.dtype == "float32" else 400e12
+    seconds = max(workload.flops(direction) / rate, workload.bytes(direction) / 4e12, 5e-6)
+    return max(1, min(_LONGEST_CHAIN, round(_CHAIN_SECONDS / seconds)))
 
 
 def measured(args: argparse.Namespace) -> Iterator[rows.Row]:
@@ -121,7 +149,8 @@ def measured(args: argparse.Namespace) -> Iterator[rows.Row]:
     suite = suites()[args.suite]
     workloads = {w.name: w for w in suite.workloads}
     chosen = [workloads[name] for name in dict.fromkeys(args.workloads or workloads)]
-    groups = programs_of(chosen, args.directions or suite.directions, args.implementations)
+    repeats = {"repeats": _repeats} if suite.chained else {}
+    groups = programs_of(chosen, args.directions or suite.directions, args.implementations, **repeats)
     common = rows.common(args.suite, args.commit) | {"compile_threads": args.compile_threads}
     programs = [program for group in groups for program in group]
     measure.compile_all(programs, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
@@ -135,7 +164,13 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     args = arguments(argv)
     out = args.out or row_file.RESULTS / machine.folder() / f"{args.suite}.jsonl"
     table = functools.partial(rows.table, baseline=args.baseline or suites()[args.suite].baseline)
-    return command.carry_out(measured(args), out, table, plot=not args.no_plot)
+    if not suites()[args.suite].gate:
+        return command.carry_out(measured(args), out, table, plot=not args.no_plot)
+    judged = lambda found: f"{table(found)}\n{gate.report(gate.verdicts(found))}"
+    found = command.carry_out(measured(args), out, judged, plot=False)
+    if any(verdict.below for verdict in gate.verdicts(found)):
+        raise SystemExit(1)
+    return found
 
 
 if __name__ == "__main__":

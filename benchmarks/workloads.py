@@ -35,13 +35,18 @@ class Workload:
     window: tuple[int, int] | None = None  # (left, right), both ends included
     documents: int | None = None  # length of the packed documents, told apart by segment ids
     pattern: str | None = None  # one of `patterns.PATTERNS`
+    dense_mask: bool = False  # causal and window are given as a bool array [1, 1, T, S]
+    lengths: float | None = None  # T = S; up to this share of each sequence is padding, by sequence lengths
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
     layout: Layout = "BTNH"  # of query, key, value and output
     dropout: float = 0.0  # the rate; the key is that of `dropout_key`
-    bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S], with gradient
+    bias: str | None = None  # letters of the bias dims that are not 1: "NTS" is a bias [1, N, T, S]
+    learned: bool = True  # whether the bias gets a gradient
     relative: bool = False  # a bias of s - t, from an array `strip` [N, T + S - 1] with gradient
+    vmap: bool = False  # the call is of one sequence, under jax.vmap over the batch
+    gradient: bool = True  # False: only its forward is of use
     timed: bool = True  # False: compiled for its memory only
     series: str = ""  # workloads of one series differ in S only: the lines of the plot
     provenance: str = ""
@@ -54,10 +59,13 @@ class Workload:
         words += [f"documents({self.documents})"] if self.documents else []
         words += [self.pattern] if self.pattern else []
         words += [f"padding({self.padding:g})"] if self.padding is not None else []
+        words += [f"lengths({self.lengths:g})"] if self.lengths is not None else []
         words += [f"soft_cap({self.soft_cap:g})"] if self.soft_cap else []
-        words += [f"bias({self.bias})"] if self.bias else []
+        words += [f"{'bias' if self.learned else 'fixed_bias'}({self.bias})"] if self.bias else []
         words += ["sinks"] if self.sinks else []
         words += ["relative_bias"] if self.relative else []
+        words += ["dense_mask"] if self.dense_mask else []
+        words += ["vmap"] if self.vmap else []
         words += [self.layout] if self.layout != "BTNH" else []
         words += [f"dropout({self.dropout:g})"] if self.dropout else []
         return " ".join(words) or "full"
@@ -73,13 +81,16 @@ class Workload:
         if self.documents:
             first = t // self.documents * self.documents
             lo, hi = np.maximum(lo, first), np.minimum(hi, first + self.documents)
-        if self.padding is not None:
-            hi = np.minimum(hi, self.lengths()[:, None])
+        if self.padding is not None or self.lengths is not None:
+            hi = np.minimum(hi, self.real_keys()[:, None])
+        if self.lengths is not None:
+            hi = np.where(t < self.real_keys()[:, None], hi, 0)
         return lo, hi
 
-    def lengths(self) -> np.ndarray:
+    def real_keys(self) -> np.ndarray:
         """[B]: how many keys are real, from (1 - padding) S to S."""
-        return np.linspace((1 - (self.padding or 0)) * self.S, self.S, self.B).round().astype(np.int64)
+        share = self.padding if self.lengths is None else self.lengths
+        return np.linspace((1 - (share or 0)) * self.S, self.S, self.B).round().astype(np.int64)
 
     def pairs(self) -> int:
         """Allowed (query, key) pairs of one head, summed over the batch."""
@@ -97,6 +108,11 @@ class Workload:
     def flops(self, direction: str) -> float:
         """Floating-point operations, allowed pairs only: 2 (H + Hv) a pair and head forward."""
         return 2.0 * (self.H + self.Hv) * self.N * self.pairs() * FLOPS_FACTOR[direction]
+
+    def bytes(self, direction: str) -> int:
+        """Of the inputs and the output; three times as many with the gradients."""
+        size = sum(x.size * x.dtype.itemsize for x in (*self.shapes().values(), self.out_shape()))
+        return size if direction == "forward" else 3 * size
 
     def bias_shape(self) -> tuple[int, ...] | None:
         sizes = zip("BNTS", (self.B, self.N, self.T, self.S), strict=True)
@@ -135,7 +151,7 @@ class Workload:
     def dense(self, *, padding_only: bool = False, documents_only: bool = False) -> jax.Array:
         """The mask as a bool array [B or 1, 1, T or 1, S]."""
         if padding_only:
-            return jnp.asarray((np.arange(self.S) < self.lengths()[:, None])[:, None, None, :])
+            return jnp.asarray((np.arange(self.S) < self.real_keys()[:, None])[:, None, None, :])
         bare = dataclasses.replace(self, causal=False, window=None, padding=None) if documents_only else self
         lo, hi = (jnp.asarray(x[:, None, :, None], jnp.int32) for x in bare.bounds())
         return _between(lo, hi, self.S, bare.pattern)
@@ -310,10 +326,14 @@ class Suite:
     directions: tuple[str, ...]
     implementations: tuple[str, ...]
     baseline: str
+    chained: bool = False  # programs repeat calls that are shorter than a dispatch
+    gate: bool = False  # each default call is judged beside its peers: `gate.py`
 
 
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
 _GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "dew_flash_attn:fa3", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
+_GATE = ("jax.nn:xla", "jax.nn:None", "jax.nn:cudnn", "einsum:xla", "pallas_fa:None")
+_FA3_AND_OURS = ("dew_flash_attn:fa3", "pallas_fa:mosaic_gpu")
 _WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
 _GPU_BLOCKS = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+blocks")
 _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+dense")
@@ -322,6 +342,9 @@ _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+
 @functools.cache
 def suites() -> dict[str, Suite]:
     """All suites by name."""
+    from benchmarks.gate_workloads import gate_workloads
+    from benchmarks.model_workloads import model_workloads
+
     both = ("forward", "fwdbwd")
     return {
         "cpu": Suite(tuple(_cpu()), both, _CPU, "jax.nn:xla"),
@@ -339,6 +362,8 @@ def suites() -> dict[str, Suite]:
         "hopper-forward-blocks": Suite(tuple(_hopper_blocks()), ("forward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-backward-blocks": Suite(tuple(_hopper_blocks()), ("backward",), _GPU_BLOCKS, "pallas_fa:mosaic_gpu"),
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
+        "hopper-models": Suite(model_workloads(), both, ("jax.nn:cudnn", *_FA3_AND_OURS), "jax.nn:cudnn", chained=True),
         "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
+        "nowhere-slower": Suite(gate_workloads(), both, _GATE, "jax.nn:xla", chained=True, gate=True),
         "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

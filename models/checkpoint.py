@@ -10,8 +10,9 @@ import errno
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -19,7 +20,7 @@ import orbax.checkpoint as ocp
 from models.checksums import find_damage, has_checksums, write_checksums
 from models.errors import TrainingError, UsageError, is_disk_full, is_out_of_memory
 from models.folder import CHECKPOINTS, list_steps, resume_command
-from models.step import TrainState
+from models.step import Params, TrainState
 
 METADATA_BYTES = 2**18  # Orbax's own files beside the arrays, amply
 ARRAYS = "default"  # inside a checkpoint's folder; the name that Orbax's CheckpointManager gives
@@ -66,22 +67,8 @@ class Checkpoints:
 
     def restore(self, like: TrainState) -> TrainState:
         """The latest checkpoint, bit for bit, with the shapes, dtypes and placement of `like`. Raises UsageError."""
-        step = list_steps(self.out)[-1]
-        folder = self.directory / str(step)
-        checked = has_checksums(folder)
-        if not checked:
-            print(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
-        elif damage := find_damage(folder):
-            raise UsageError(f"The checkpoint of step {step} is damaged: {damage}. {self._way_back()}")
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        try:
-            restored = self._checkpointer.restore(folder / ARRAYS, args=ocp.args.StandardRestore(target))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            remedy = "It is intact: is run.json that of this run?" if checked else self._way_back()
-            raise UsageError(f"The checkpoint of step {step} can't be restored ({_brief(error)}). {remedy}") from error
-        return cast(TrainState, restored)
+        target = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+        return _restore(self._checkpointer, target, self.out, list_steps(self.out)[-1], self._way_back)
 
     def _way_back(self) -> str:
         """How to continue from the latest checkpoint but one, or from one before it if that is damaged too."""
@@ -98,6 +85,40 @@ class Checkpoints:
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def restore_params(out: Path, step: int, like: Params) -> Params:
+    """The parameters of a checkpoint of the run in `out`, on one device; changes nothing there. Raises UsageError.
+
+    `like`: their shapes and dtypes.
+    """
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {"params": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)}
+    arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+    target = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+    others = [str(other) for other in list_steps(out) if other != step]
+    remedy = (
+        f"Name another one with --step ({', '.join(others)})." if others else "There is no other: name another run."
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return _restore(checkpointer, target, out, step, lambda: remedy)["params"]
+
+
+def _restore(checkpointer: ocp.Checkpointer, target: Any, out: Path, step: int, way_back: Callable[[], str]) -> Any:
+    """What `target` asks for of the checkpoint of a step, if it is not damaged. Raises UsageError."""
+    folder = out.absolute() / CHECKPOINTS / str(step)
+    checked = has_checksums(folder)
+    if not checked:
+        print(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
+    elif damage := find_damage(folder):
+        raise UsageError(f"The checkpoint of step {step} is damaged: {damage}. {way_back()}")
+    try:
+        return checkpointer.restore(folder / ARRAYS, args=target)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        remedy = "It is intact: is run.json that of this run?" if checked else way_back()
+        raise UsageError(f"The checkpoint of step {step} can't be restored ({_brief(error)}). {remedy}") from error
 
 
 def _brief(error: Exception) -> str:

@@ -54,6 +54,11 @@ class Corpus:
         return self.validation[starts[:, None] + np.arange(context + 1)]
 
 
+def to_bytes(text: str) -> bytes:
+    """Also the bytes of a command line that is not UTF-8."""
+    return text.encode(errors="surrogateescape")
+
+
 def load_corpus(path: str | None, context: int) -> Corpus:
     """The file or folder at `path`, or the Python standard library's own sources."""
     if path is None:

@@ -11,10 +11,12 @@ from models.folder import list_steps, resume_command
 FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141  # the last two as a shell has them: 128 + the signal
 
 
-def explain(error: BaseException, out: Path | None) -> tuple[int, str] | None:
+def explain(
+    error: BaseException, out: Path | None, memory: str = "Lower --batch, --context or --size (in a new run)"
+) -> tuple[int, str] | None:
     """(exit status, message) of an end that a user can act on; None for a bug, which keeps its traceback.
 
-    `out`: the folder of the run, where the settings were read before it ended.
+    `out`: the folder of the run, where the settings were read before it ended. `memory`: what needs less of it.
     """
     saved = _what_is_saved(out)
     match error:
@@ -39,7 +41,7 @@ def explain(error: BaseException, out: Path | None) -> tuple[int, str] | None:
         full = f"the disk that holds --out={str(out)!r} is full, or a limit is reached (a quota, ulimit -f)"
         return FAILED, f"error: {full}. Free some space. {saved}"
     if is_out_of_memory(error):
-        return FAILED, f"error: out of memory. Lower --batch, --context or --size (in a new run). {saved}"
+        return FAILED, f"error: out of memory. {memory}. {saved}"
     if isinstance(error, OSError) and error.filename is not None:
         return FAILED, f"error: {str(error.filename)!r}: {error.strerror}. {saved}"
     return None

@@ -1,4 +1,4 @@
-"""A GPT in Flax NNX: RoPE, RMSNorm, SwiGLU, grouped query heads, a tied embedding, a key/value cache.
+"""A GPT in Flax NNX: RoPE, RMSNorm, SwiGLU, grouped query heads, a tied embedding, key/value caches.
 
 Shape letters are those of `pallas_fa.dot_product_attention`: B batch, T query length, S key length, N query heads,
 K key/value heads, H head dim; D is the model's width and V its vocabulary.
@@ -7,16 +7,17 @@ K key/value heads, H head dim; D is the model's width and V its vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import pallas_fa
 from models.attention import CausalAttention, Dropout, causal_attention
+from pallas_fa.cache import KeyValueCache, PagedCache
 
+type Cache = KeyValueCache | PagedCache  # of one layer
 # (x [B,T,D], parameters of the first block, of the others) -> the same three, where the first block takes x
 type Gather = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
 
@@ -73,28 +74,15 @@ SIZES = {
 }
 
 
-class KVCache(NamedTuple):
-    """Keys and values of the tokens read so far; `length` of the S places are filled, in every sequence alike."""
-
-    key: jax.Array  # [layers, B, S, K, H]
-    value: jax.Array  # [layers, B, S, K, H]
-    length: jax.Array  # int32 []
-
-    @classmethod
-    def empty(cls, config: GPTConfig, batch: int, capacity: int) -> KVCache:
-        shape = (config.layers, batch, capacity, config.kv_heads, config.head_dim)
-        return cls(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype), jnp.zeros((), jnp.int32))
-
-
 def rope(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """Rotates each pair (x[i], x[i + H/2]) by position * base**(-2i/H) (Su et al., 2021).
 
-    x [B,T,N,H], positions [T].
+    x [B,T,N,H], positions [T] or [B,T].
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
     # Angles in float32: bfloat16 can't tell position 1000 from 1001.
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies  # [T, 1, H/2]
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies  # [..., T, 1, H/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -121,28 +109,26 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         positions: jax.Array,
-        past: tuple[jax.Array, jax.Array] | None,
+        cache: Cache | None = None,
+        lengths: jax.Array | None = None,
         dropout: Dropout | None = None,
-    ):
-        """x [B,T,D], positions [T], past = (keys, values) each [B,S,K,H] or None -> ([B,T,D], past)."""
+    ) -> tuple[jax.Array, Cache | None]:
+        """x [B,T,D], positions [T] or [B,T] -> ([B,T,D], the cache with x added).
+
+        With a cache, `lengths`, int [B], says how many of the T are real; None: all.
+        """
         c = self.config
         b, t, _ = x.shape
         query = rope(self.query(x).reshape(b, t, c.heads, c.head_dim), positions, c.rope_base)
         key = rope(self.key(x).reshape(b, t, c.kv_heads, c.head_dim), positions, c.rope_base)
         value = self.value(x).reshape(b, t, c.kv_heads, c.head_dim)
         sinks = None if self.sinks is None else self.sinks[...]
-        if past is None:
+        if cache is None:
             out = c.attention(query, key, value, c.implementation, sinks, dropout)  # [B,T,N,H]
         else:
-            key = jax.lax.dynamic_update_slice(past[0], key, (0, positions[0], 0, 0))
-            value = jax.lax.dynamic_update_slice(past[1], value, (0, positions[0], 0, 0))
-            past = (key, value)
-            # Query t stands at positions[t]: it sees what was read before it, and none of the empty places.
-            mask = pallas_fa.masks.Causal(offset=jnp.broadcast_to(positions[0], (b,)))
-            out = pallas_fa.dot_product_attention(
-                query, key, value, mask=mask, sinks=sinks, implementation=c.implementation
-            )
-        return self.out(out.reshape(b, t, c.width)), past
+            cache = cache.append(key, value, lengths)
+            out = cache.attend(query, lengths=lengths, sinks=sinks, implementation=c.implementation)
+        return self.out(out.reshape(b, t, c.width)), cache
 
 
 class SwiGLU(nnx.Module):
@@ -168,12 +154,13 @@ class Block(nnx.Module):
         self,
         x: jax.Array,
         positions: jax.Array,
-        past: tuple[jax.Array, jax.Array] | None,
+        cache: Cache | None = None,
+        lengths: jax.Array | None = None,
         dropout: Dropout | None = None,
-    ):
-        out, past = self.attention(self.attention_norm(x), positions, past, dropout)
+    ) -> tuple[jax.Array, Cache | None]:
+        out, cache = self.attention(self.attention_norm(x), positions, cache, lengths, dropout)
         x = x + out
-        return x + self.mlp(self.mlp_norm(x)), past
+        return x + self.mlp(self.mlp_norm(x)), cache
 
 
 class GPT(nnx.Module):
@@ -187,34 +174,31 @@ class GPT(nnx.Module):
     def __call__(
         self,
         tokens: jax.Array,
-        cache: KVCache | None = None,
+        caches: Sequence[Cache] | None = None,
         positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """tokens int [B,T] -> (logits float32 [B,T,V], the cache with these tokens added).
+    ) -> tuple[jax.Array, tuple[Cache, ...] | None]:
+        """tokens int [B,T] -> (logits float32 [B,T,V], the caches with these tokens added).
 
-        Without a cache the tokens stand at 0..T-1, or at `positions`, int [T], where they lie in the order that
-        `config.attention` expects. With one they stand at length..length+T-1, and length + T must not exceed its
-        capacity S (that is the caller's to count: length is known only when the program runs). With `dropout_key`, a
-        raw key, there is dropout, as in training; not with a cache.
+        Without caches the tokens stand at 0..T-1, or at `positions`, int [T], where they lie in the order that
+        `config.attention` expects. With caches, one for each layer, they follow what is there; `lengths`, int [B], says how
+        many of the T are real in each sequence, None that all are. Tokens for which there is no room are not kept: that
+        there is room is the caller's to count. With `dropout_key`, a raw key, there is dropout, as in training; not with
+        caches.
         """
         if positions is None:
-            start = 0 if cache is None else cache.length
-            positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            positions = positions if caches is None else caches[0].lengths[:, None] + positions
         x, blocks = self._gathered(self._embedded(tokens))
-        keys, values = [], []
+        added = []
         for layer, block in enumerate(blocks):
-            past = None if cache is None else (cache.key[layer], cache.value[layer])
             dropout = None
             if self.config.dropout and dropout_key is not None:
                 dropout = Dropout(self.config.dropout, jax.random.fold_in(dropout_key, layer))
-            x, past = block(x, positions, past, dropout)
-            if past is not None:
-                keys.append(past[0])
-                values.append(past[1])
-        if cache is not None:
-            cache = KVCache(jnp.stack(keys), jnp.stack(values), cache.length + tokens.shape[1])
-        return self.embedding.attend(self.norm(x)).astype(jnp.float32), cache
+            x, cache = block(x, positions, None if caches is None else caches[layer], lengths, dropout)
+            added.append(cache)
+        return self.embedding.attend(self.norm(x)).astype(jnp.float32), None if caches is None else tuple(added)
 
     def _gathered(self, x: jax.Array) -> tuple[jax.Array, list[Block]]:
         """(x, the blocks ready for use), where the first block takes x."""

@@ -9,15 +9,15 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, kill or a scheduler, a terminal that is closed
 
 
-def exit_on_interrupt() -> None:
-    """From now on Ctrl-C ends the process, with status 130. It is safe at any time, as SIGKILL is.
+def exit_on_interrupt(comfort: str = "") -> None:
+    """From now on Ctrl-C ends the process, with status 130 and words of comfort. It is safe at any time, as SIGKILL is.
 
     The exception KeyboardInterrupt would get lost where it is raised in a callback, and JAX has one in the garbage
     collector.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        _write(b"\nInterrupted. Nothing is lost: --resume continues from the last checkpoint, where there is one.\n")
+        _write(f"\nInterrupted. {comfort}".rstrip().encode() + b"\n")
         os._exit(128 + number)
 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

@@ -6,6 +6,7 @@ The way of a run: settings -> task (data, model, loss) -> state, new or restored
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from tqdm import tqdm
 
 import pallas_fa
 from models.checkpoint import Checkpoints
-from models.data import load_corpus, load_digits
+from models.continuation import continued
+from models.data import load_corpus, load_digits, to_bytes
+from models.decoder import Decoder
+from models.devices import check_devices
 from models.errors import Interrupted, OutputError, TrainingError, UsageError
 from models.folder import METRICS, SAMPLE, check_new, make_folder, write_whole
 from models.gpt import GPTConfig
@@ -28,7 +32,7 @@ from models.mesh import make_layout
 from models.metrics import MetricsLog, Row, read_rows
 from models.output import printing
 from models.plot import plot_run
-from models.sample import sample_text
+from models.sample import Sampling
 from models.settings import Settings, read_record, write_record
 from models.step import Batch, TrainState, init_state, make_optimizer, make_train_step, schedule
 from models.text import TextTask
@@ -81,20 +85,10 @@ def run_task(settings: Settings, task: Task, attention: str) -> None:
     with printing():
         if sample is not None:
             print(f"\n--- sampled, temperature {settings.temperature} ---\n{sample}\n---")
+            print("More:", shlex.join(["python", "-m", "models.generate", "--run", str(settings.out)]))
         scores = [row for row in read_rows(log.path) if "validation_loss" in row][-1:]
         results = [f"Step {row['step']}: {_score_text(row, task)}" for row in scores] + _baseline_text(baseline)
         print("\n" + "; ".join([*results, f"the curve is {picture}"]) + ".")
-
-
-def check_devices() -> None:
-    """Starts JAX. Raises UsageError if it can't use what JAX_PLATFORMS names."""
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an assertion, without words, if jaxlib is not built for it
-        raise UsageError(
-            f"JAX_PLATFORMS={jax.config.jax_platforms!r}: JAX can't use such devices here ({str(error) or 'not built in'}); "
-            "unset it to use those that there are, or install JAX for them."
-        ) from error
 
 
 def check_data(settings: Settings, task: Task) -> None:
@@ -207,15 +201,11 @@ def make_sample(settings: Settings, task: TextTask, state: TrainState) -> str | 
     """Text that continues the prompt, which is kept too; None if none is asked for."""
     if settings.sample_bytes == 0:
         return None
-    text = sample_text(
-        task.graph,
-        task.config,
-        state.params,
-        settings.prompt,
-        settings.sample_bytes,
-        settings.temperature,
-        settings.seed,
-    )
+    prompt = to_bytes(settings.prompt)
+    decoder = Decoder(task.config, state.params, Sampling(settings.temperature))
+    window = prompt[-task.config.context :]
+    *_, texts = continued(decoder, [window], settings.sample_bytes, settings.seed)
+    text = (prompt + texts[0].data).decode("utf-8", errors="replace")
     write_whole(settings.out / SAMPLE, text)
     return text
 

@@ -1,59 +1,37 @@
-"""Text from a GPT, one byte at a time, each read once: keys and values wait in a cache."""
+"""How the next token is drawn from a model's logits."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-from models.gpt import GPTConfig, KVCache
-from models.step import Params
 
 
-def sample_text(
-    graph: nnx.GraphDef, config: GPTConfig, params: Params, prompt: str, count: int, temperature: float, seed: int
-) -> str:
-    """`prompt` and `count` bytes that follow it.
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """First the logits are divided by `temperature`, then all but the `top_k` most probable tokens are left out, then those
+    that come after the most probable ones which together have the probability `top_p` (Holtzman et al., 2020).
 
-    A window of `config.context` bytes is filled, then its last half becomes the prompt of the next one: the model
-    knows no distance greater than its context.
+    At a temperature of 0 the most probable token is taken: greedy. None leaves out nothing.
     """
-    text = prompt.encode(errors="surrogateescape")  # also the bytes of a command line that is not UTF-8
-    key = jax.random.key(seed)
-    half = max(1, config.context // 2)
-    while count > 0:
-        window = np.frombuffer(text[-half:], np.uint8).astype(np.int32)[None]  # [1,T]
-        key, use = jax.random.split(key)
-        # Always a full window, so that few shapes are compiled; what is too much is cut.
-        new = generate(graph, params, jnp.asarray(window), use, config, config.context - window.shape[1], temperature)
-        text += np.asarray(new[0], np.uint8).tobytes()[:count]
-        count -= new.shape[1]
-    return text.decode("utf-8", errors="replace")
 
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
 
-@functools.partial(jax.jit, static_argnames=("graph", "config", "count"))
-def generate(
-    graph: nnx.GraphDef,
-    params: Params,
-    prompt: jax.Array,
-    key: jax.Array,
-    config: GPTConfig,
-    count: int,
-    temperature: float,
-) -> jax.Array:
-    """prompt int32 [B,T] -> int32 [B,count], drawn from softmax(logits / temperature)."""
-    model = nnx.merge(graph, params)
-    cache = KVCache.empty(config, prompt.shape[0], prompt.shape[1] + count)
-    logits, cache = model(prompt, cache)
-
-    def draw(carry: tuple[KVCache, jax.Array], step_key: jax.Array):
-        cache, last = carry  # last: the logits [B,V] of the byte to come
-        token = jax.random.categorical(step_key, last / temperature)  # [B]
-        logits, cache = model(token[:, None], cache)
-        return (cache, logits[:, 0]), token
-
-    _, tokens = jax.lax.scan(draw, (cache, logits[:, -1]), jax.random.split(key, count))  # [count,B]
-    return tokens.T
+    def draw(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """logits float32 [B,V], a key for each sequence [B] -> int32 [B]."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            probabilities = jax.nn.softmax(ordered, axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities  # the first token's is 0: it always stays
+            least = jnp.where(before < self.top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

@@ -156,8 +156,10 @@ def write_record(settings: Settings, data_digest: str) -> None:
     write_whole(settings.out / RECORD, json.dumps({**fields, "data_digest": data_digest}, indent=1))
 
 
-def read_record(out: Path) -> dict[str, Any]:
-    """What `write_record` wrote. Raises UsageError if it is damaged."""
+def read_record(
+    out: Path, option: str = "--resume", remedy: str = "start a new run with another --out"
+) -> dict[str, Any]:
+    """What `write_record` wrote, for the `option` of a program. Raises UsageError, with a `remedy`, if it is damaged."""
     path = out / RECORD
     try:
         fields = json.loads(path.read_bytes())
@@ -169,8 +171,7 @@ def read_record(out: Path) -> dict[str, Any]:
         damage = str(error)
     if damage:
         raise UsageError(
-            f"--resume can't read {str(path)!r} ({damage}); it holds the settings of the run: repair it, or start a "
-            "new run with another --out."
+            f"{option} can't read {str(path)!r} ({damage}); it holds the settings of the run: repair it, or {remedy}."
         )
     return fields
 

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_on_interrupt()
+    exit_on_interrupt("Nothing is lost: --resume continues from the last checkpoint, where there is one.")
     from models.output import finish_output, prepare_output
 
     prepare_output()

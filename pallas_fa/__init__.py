@@ -1,7 +1,8 @@
 """FlashAttention for JAX: `dot_product_attention`, with the signature of `jax.nn.dot_product_attention` and more.
 
 - `dot_product_attention(query, key, value, ...)`: attention in O(T) memory, forward and backward.
-- `paged_attention(query, key_pages, value_pages, page_table, lengths, ...)`: the same, to a cache in pages.
+- `paged_attention(query, key_pages, value_pages, page_table, lengths, ...)`: the same, to a cache in pages;
+  `ragged_paged_attention(...)`, with the signature of JAX's TPU kernel, of sequences with any number of queries each.
 - `explain(query, key, value, ...)`: which implementation would run these arguments, and why the others would not.
 - `masks`, `scores`: who attends to whom, and what happens to the logits; compose them, or write your own.
 - `cache`: caches of keys and values for decoding, contiguous and paged.
@@ -18,6 +19,7 @@ from pallas_fa import scores as scores
 from pallas_fa.api import dot_product_attention as dot_product_attention
 from pallas_fa.api import explain as explain
 from pallas_fa.cache import paged_attention as paged_attention
+from pallas_fa.cache import ragged_paged_attention as ragged_paged_attention
 
 if TYPE_CHECKING:
     from pallas_fa import context_parallel as context_parallel
@@ -25,7 +27,16 @@ if TYPE_CHECKING:
     from pallas_fa import nn as nn
 
 __version__ = "0.1.0.dev0"
-__all__ = ["cache", "context_parallel", "dot_product_attention", "explain", "masks", "paged_attention", "scores"]
+__all__ = [
+    "cache",
+    "context_parallel",
+    "dot_product_attention",
+    "explain",
+    "masks",
+    "paged_attention",
+    "ragged_paged_attention",
+    "scores",
+]
 _WHEN_NEEDED = ("context_parallel", "mosaic_gpu", "nn")  # nn imports Flax, which may not be there
 
 

@@ -1,6 +1,6 @@
 """`dot_product_attention` and `explain`: the contract."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -126,6 +126,11 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
     del return_residual
+    return explain_normalised(normalise, implementation, *args, **kwargs)
+
+
+def explain_normalised(normalise: Callable[..., Any], implementation: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns what `explain` does, of the problem in `normalise(*args, **kwargs)`, which is (problem, operands)."""
     arrays, rebuild = arrays_of((args, kwargs))
     problems = []
 

@@ -199,13 +199,10 @@ def _check_shapes(q, k, v, layout) -> Dims:
     layout = f"the layout is query [{q_dims}], key [{k_dims}], value [{v_dims}]"
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 3:
-            remedy = (
-                f"For one head, pass `{name}[:, None]`."
-                if x.ndim == 2
-                else "Add the missing dims with jnp.expand_dims."
-            )
+            one_head = f"For one head, pass `{name}[{':, None' if heads == -2 else 'None'}]`."
+            remedy = one_head if x.ndim == 2 else "Add the missing dims with jnp.expand_dims."
             raise ValueError(f"{name}.shape={x.shape} has too few dims: {layout}. {remedy}")
-        if not all(isinstance(size, int) for size in x.shape[-2:]):
+        if not all(isinstance(x.shape[axis], int) for axis in (heads, -1)):
             raise ValueError(
                 f"{name}.shape={x.shape} has a symbolic number of heads or head dim; {layout}, of which only *B, T and S may"
                 " be symbolic. Export with known heads and head dims."

@@ -120,6 +120,8 @@ def test_two_dims():
     with pytest.raises(ValueError, match=r"pass `query\[:, None\]`"):
         pallas_fa.dot_product_attention(q, q, q)
     assert pallas_fa.dot_product_attention(q[:, None], q[:, None], q[:, None]).shape == (5, 1, 8)
+    with pytest.raises(ValueError, match=r"pass `query\[None\]`"):
+        pallas_fa.dot_product_attention(q, q, q, layout="BNTH")
 
 
 def test_a_config_for_nobody():
@@ -131,7 +133,7 @@ def test_a_config_for_nobody():
 
 
 def test_the_package_shows_its_public_names_only():
-    functions = {"dot_product_attention", "explain", "paged_attention"}
+    functions = {"dot_product_attention", "explain", "paged_attention", "ragged_paged_attention"}
     public = functions | {"cache", "context_parallel", "masks", "mosaic_gpu", "nn", "scores"}
     assert {name for name in dir(pallas_fa) if not name.startswith("__")} == public
     assert len(pallas_fa.__doc__.splitlines()) > 5

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa.cache import KeyValueCache, OutOfPages, PageAllocator, PagedCache
+from tests.test_sharding import mesh_of
 
 RNG = np.random.default_rng(0)
 B, S, N, K, H, PAGE = 3, 12, 4, 2, 8, 4
@@ -132,6 +135,29 @@ def test_a_mask_of_drafts():
     )
     np.testing.assert_allclose(out, want[0], atol=1e-6)
     np.testing.assert_allclose(lse, want[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind, make", [(AxisType.Auto, paged), (AxisType.Explicit, paged), (AxisType.Explicit, contiguous)]
+)
+def test_sharded_caches(kind, make):
+    """Heads over devices, and sequences, where they are no pages: keys stay where they are."""
+    mesh, heads = mesh_of(kind, data=3, model=2), P("data", None, "model")
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    cache, rows = make(128), (normal(B, 1, N, H), normal(B, 1, K, H), normal(B, 1, K, 2 * H))
+    of_keys = P(None, None, "model") if make is paged else heads
+    sharded = jax.tree.map(lambda x: place(x, of_keys if x.ndim == 4 else P("data")), cache)
+
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
+        return cache.attend(q), cache
+
+    compiled = jax.jit(step, donate_argnums=0).lower(sharded, *(place(x, heads) for x in rows)).compile()
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    assert all(np.prod([int(x) for x in dims.split(",")]) <= max(x.size for x in rows) for dims in gathered)
+    got, want = compiled(sharded, *(place(x, heads) for x in rows)), step(cache, *rows)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
 
 
 WRONG = {

@@ -9,6 +9,7 @@ from jax import export
 import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.masks import Custom
+from pallas_fa.operands import layout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, K, H = 4, 2, 8
@@ -30,9 +31,17 @@ def _arrays(rng, B, T, S):
 # name: (arrays that the call takes beside q, k and v, its keywords from these and the sizes)
 CALLS = {
     "plain": (lambda rng, B, T, S: {}, lambda a, T, S: {}),
-    "bands": (
-        lambda rng, B, T, S: {"left": np.arange(B) + 20, "slopes": np.abs(_normal(rng, N))},
+    "bands, operands, BNTH": (
+        lambda rng, B, T, S: {
+            "left": np.arange(B) + 20,
+            "slopes": np.abs(_normal(rng, N)),
+            "sinks": _normal(rng, B, N),
+        },
         lambda a, T, S: {
+            "layout": "BNTH",
+            "sinks": a["sinks"],
+            "dropout_rate": 0.2,
+            "dropout_key": jax.random.key(1),
             "mask": masks.Causal("bottom_right"),
             "local_window_size": (a["left"], 60),
             "score": scores.Alibi(a["slopes"], align="bottom_right"),
@@ -76,6 +85,7 @@ def _program(keywords, implementation):
             a = {**arrays, **floats}
             q, k, v = (a.pop(name) for name in ("query", "key", "value"))
             given = keywords(a, q.shape[1], k.shape[1])
+            q, k, v = (layout.transpose(given.get("layout", "BTNH"), x) for x in (q, k, v))
             return pallas_fa.dot_product_attention(
                 q, k, v, **given, implementation=implementation, return_residual=True
             )
@@ -87,7 +97,7 @@ def _program(keywords, implementation):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("name", [x if x == "bands" else pytest.param(x, marks=pytest.mark.full) for x in CALLS])
+@pytest.mark.parametrize("name", [x if "bands" in x else pytest.param(x, marks=pytest.mark.full) for x in CALLS])
 def test_one_program_for_all_sizes(name, rng):
     more, keywords = CALLS[name]
     arrays = [{**_arrays(rng, *sizes), **more(rng, *sizes)} for sizes in SIZES]

@@ -1,5 +1,6 @@
 """`pallas_fa.nn` against Flax's own attention: the hook and the drop-in modules, linen and nnx."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from flax import nnx, serialization
 
 import pallas_fa
 import pallas_fa.nn
-from pallas_fa import masks
+from pallas_fa import attention, masks
+from pallas_fa.backends.xla import chunks
+from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.nn import attention_fn
 
 T, D, N, H = 12, 16, 4, 4
@@ -245,6 +248,40 @@ def test_decode_with_our_module(framework, batch):
     # A Mask is the same for all steps: the module takes the row of its position.
     rule = masks.Dense(mask) & masks.Segments(ids, ids) & masks.Lengths(kv_lengths=jnp.full(batch, T - 1))
     assert_close(decoded(*cached, x, rule)[..., : T - 1, :], expected[..., : T - 1, :])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("ours", [False, True], ids=["Flax's module", "our module"])
+def test_decode_reads_the_filled_part_of_the_cache(framework, ours, monkeypatch):
+    """What lies past the position may be NaN, and the key chunks visited are those of the filled part and the window."""
+    flaxs = flax.linen.MultiHeadDotProductAttention if framework == "linen" else nnx.MultiHeadAttention
+    cls = getattr(pallas_fa.nn, framework).MultiHeadAttention if ours else flaxs
+    problems, run = [], attention.run
+
+    def spy(problem, operands, implementation):
+        problems.append((problem, operands.mask))
+        return run(problem, operands, implementation)
+
+    monkeypatch.setattr(attention, "run", spy)
+    x, fields = normal(1, 2, 256, D), {"local_window_size": (70, 0)} if ours else {"attention_fn": attention_fn}
+    _, step, state = decoder(framework, cls, x, **fields)
+    with jax.disable_jit():
+        _, state = step(state, x[:, :1], {})
+        state = jax.tree_util.tree_map_with_path(_poison_past_150, state)
+        out, _ = step(state, x[:, 150:151], {})
+    assert np.isfinite(np.asarray(out)).all()
+    problem, mask = problems[-1]
+    np.testing.assert_array_equal(lengths_of(mask).kv_lengths.ravel(), 151)
+    keys = dataclasses.replace(chunks.split_axes(problem)[1], chunk=16)
+    first, end = chunks.visits(mask, "kv_range", chunks.Chunks(2, 1, 1), keys)(0)
+    assert (int(first), int(end)) == (5 if ours else 0, 10)
+
+
+def _poison_past_150(path, x):
+    """Sets a decode cache to position 150, with NaN past it."""
+    if "cache_index" in str(path):
+        return jnp.full_like(x, 150)
+    return x.at[:, 151:].set(jnp.nan) if "cached_" in str(path) else x
 
 
 @pytest.mark.parametrize("broadcast", (None, False))

@@ -9,6 +9,7 @@ from jax import lax
 
 import pallas_fa
 from pallas_fa.backends.gpu import elementwise
+from tests import accuracy
 from tests.elementwise_kernel import run
 from tests.test_float_functions import ACCURATE, VALUES, line, worst
 from tests.test_kernel_functions import ARRAYS, CALLS, B, H, N, S, T
@@ -74,22 +75,35 @@ def test_special_values_are_those_of_xla(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_accurate(name):
-    """Whole kernels, forward and backward: at most twice the error of xla, against the same in float32."""
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((B, n, N, H)), jnp.bfloat16) for n in (T, S, S))
+    """Whole kernels, forward and backward: at most twice the error of xla, against the same in float32.
+
+    Gradients of few elements are sums in which rounding cancels by luck: their errors are averaged over several inputs.
+    """
     keywords, arrays = CALLS[name], jax.tree.map(jnp.asarray, ARRAYS)
 
-    def results(implementation, dtype):
+    def program(implementation):
         def loss(q, k, v, arrays):
             out = pallas_fa.dot_product_attention(q, k, v, implementation=implementation, **keywords(arrays))
             return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
-        inputs = (x.astype(dtype) for x in (q, k, v))
-        gradients, out = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True, allow_int=True))(*inputs, arrays)
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True, allow_int=True))
+
+    def results(run, qkv):
+        gradients, out = run(*qkv, arrays)
         leaves = jax.tree.leaves((out, gradients))
         return [np.asarray(x, np.float64) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    truth, xla, ours = results("reference", "float32"), results("xla", "bfloat16"), results("mosaic_gpu", "bfloat16")
-    for want, theirs, got in zip(truth, xla, ours, strict=True):
-        scale = abs(want).max()
-        assert abs(got - want).max() <= 2 * abs(theirs - want).max() + 2.0**-8 * scale, name
+    truth, xla, ours = map(program, ("reference", "xla", "mosaic_gpu"))
+
+    def errors(seed):
+        """For each result its largest element, the largest errors of xla and of ours, and its size."""
+        rng = np.random.default_rng(seed)
+        qkv = [jnp.asarray(rng.standard_normal((B, n, N, H)), jnp.bfloat16) for n in (T, S, S)]
+        wide = [x.astype(jnp.float32) for x in qkv]
+        found = zip(results(truth, wide), results(xla, qkv), results(ours, qkv), strict=True)
+        return [(abs(x).max(), abs(theirs - x).max(), abs(got - x).max(), x.size) for x, theirs, got in found]
+
+    for drawn in zip(*map(errors, range(accuracy.DRAWS)), strict=True):
+        counted = drawn if drawn[0][-1] < accuracy.FEW else drawn[:1]
+        scale, of_xla, of_ours, _ = np.mean(counted, axis=0)
+        assert of_ours <= 2 * of_xla + 2.0**-8 * scale, name

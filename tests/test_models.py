@@ -1,6 +1,7 @@
 """The models: shapes, what a GPT must not see, its cache, its grouped heads, and that a ViT learns."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,12 @@ import pytest
 from flax import nnx
 
 from models.data import load_digits
-from models.gpt import GPT, SIZES, GPTConfig, KVCache, rope
+from models.gpt import GPT, SIZES, GPTConfig, rope
 from models.images import ImageTask
-from models.sample import generate, sample_text
 from models.step import init_state, make_optimizer, make_train_step
 from models.vit import SIZES as VIT_SIZES
 from models.vit import ViT
+from pallas_fa.cache import KeyValueCache
 
 NANO = SIZES["nano"]  # 4 query heads on 2 key heads
 
@@ -67,13 +68,14 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole(implementation, chu
     model = GPT(config, nnx.Rngs(1))
     tokens = tokens_of(1, 3, sum(chunks))
     whole = logits_of(model, tokens)
-    step = nnx.jit(lambda model, tokens, cache: model(tokens, cache))
-    cache = KVCache.empty(config, batch=3, capacity=16)  # larger than needed: empty places must not be seen
+    step = nnx.jit(lambda model, tokens, caches: model(tokens, caches))
+    empty = functools.partial(KeyValueCache.empty, 3, 16, config.kv_heads, config.head_dim, dtype=config.dtype)
+    caches = tuple(empty() for _ in range(config.layers))  # larger than needed: empty places must not be seen
     parts = []
     for part in jnp.split(tokens, np.cumsum(chunks)[:-1], axis=1):
-        logits, cache = step(model, part, cache)
+        logits, caches = step(model, part, caches)
         parts.append(logits)
-    assert cache.length == sum(chunks)
+    assert all((cache.lengths == sum(chunks)).all() for cache in caches)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5, rtol=0)
 
 
@@ -141,29 +143,6 @@ def test_bfloat16_computes_near_float32_on_float32_parameters():
 def test_gpt_config_refuses_what_cannot_be(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(NANO, **change)
-
-
-def test_sampling_follows_the_logits():
-    """At a temperature near 0, sampling is the argmax of the full forward pass, byte after byte."""
-    model = GPT(NANO, nnx.Rngs(5))
-    graph, params = nnx.split(model)
-    prompt = tokens_of(5, 2, 4)
-    drawn = generate(graph, params, prompt, jax.random.key(0), NANO, 5, 1e-6)
-    tokens = jnp.pad(prompt, ((0, 0), (0, 5)))  # of one length, so that one compilation does; the padding comes later
-    for place in range(4, 9):
-        tokens = tokens.at[:, place].set(logits_of(model, tokens)[:, place - 1].argmax(-1))
-    np.testing.assert_array_equal(drawn, tokens[:, 4:])
-    hot = generate(graph, params, prompt, jax.random.key(0), NANO, 5, 5.0)
-    assert (hot != drawn).any()
-
-
-def test_sampled_text_may_be_longer_than_the_context():
-    config = GPTConfig(layers=1, width=16, heads=2, kv_heads=1, hidden=16, context=8)
-    graph, params = nnx.split(GPT(config, nnx.Rngs(0)))
-    # Only "a" can be drawn: the text's length in characters is then its length in bytes.
-    params["embedding"]["embedding"] = jnp.zeros((256, 16)).at[ord("a")].set(100.0)
-    text = sample_text(graph, config, params, "aa", count=21, temperature=1.0, seed=0)
-    assert text == "a" * 23
 
 
 @pytest.mark.parametrize("size", VIT_SIZES)

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa import masks
+from pallas_fa import cache, masks
+from pallas_fa.backends import reference
+from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.cache.attention import in_pages as checked
+from pallas_fa.problem import normalise
 from tests import cases
 from tests.accuracy import precision_of
 from tests.cases import Case
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
 
 PAGE = 16
 
@@ -128,3 +134,90 @@ def test_wrong_use(name):
 def test_neutral_values_of_what_is_refused():
     neutral = dict(layout="BTNH", dropout_rate=0.0, forward_mode=False, key_value_seq_lengths=None)
     assert not pallas_fa.paged_attention(**RIGHT, **neutral).any()
+
+
+# ---- the kernel -----------------------------------------------------------------------------------------------------
+
+BOTTOM_RIGHT = masks.Causal(align="bottom_right")
+# (page size, layout, queries, keywords)
+CALLS = {
+    "16": (16, "PSKH", 1, {}),
+    "32, drafts": (32, "KPSH", 5, {"mask": BOTTOM_RIGHT}),
+    "64, window": (64, "PSKH", 3, {"mask": BOTTOM_RIGHT & masks.Window(65, None, align="bottom_right")}),
+    "128, soft cap and sinks": (128, "PSKH", 2, {"logits_soft_cap": 5.0, "sinks": np.arange(4, dtype=np.float32)}),
+    "256, bias": (256, "KPSH", 1, {"bias": np.linspace(-1, 1, 4 * 1024, dtype=np.float32).reshape(4, 1, 1024)}),
+}
+
+
+def call_in_bfloat16(rng, page, layout, T, S, H=64):
+    """(query, key pages, value pages, table, lengths), and the same in one piece, (query, key, value)."""
+    q, k, v = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in ((2, T, 4, H), (2, S, 2, H), (2, S, 2, H)))
+    lengths = np.array([70, S - 7], np.int32)
+    return (q, *in_pages(rng, np.asarray(k), np.asarray(v), lengths, page, layout), lengths), (q, k, v)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_interpreted_kernel_is_right_and_free_of_races(name, rng):
+    page, layout, T, keywords = CALLS[name]
+    S = 1024 if "bias" in keywords else -(-(5 * 64 + 16) // page) * page
+    (q, *pages, lengths), _ = call_in_bfloat16(rng, page, layout, T, S)
+    key, value = checked(q, *pages, layout)
+    problem, operands = normalise(q, key, value, key_value_seq_lengths=lengths, **keywords)
+    (out, lse), races = interpreted(problem, operands, decode)
+    assert not races
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("H", [64, 72, 256])
+@pytest.mark.parametrize("page", [16, 32, 64, 256])
+def test_lowers(page, H):
+    shape = jax.ShapeDtypeStruct
+    q, pages = shape((2, 1, 8, H), jnp.bfloat16), shape((40, page, 2, H), jnp.bfloat16)
+    call = lambda *x: pallas_fa.paged_attention(*x, implementation="mosaic_gpu")
+    assert kernels(call, q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)) == 1
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(page=48), "pages of 48 rows; it loads pages of 16, 32 or a multiple of 64"),
+        (dict(T=17), "T=17 queries and keys in pages; it takes at most 16"),
+        (dict(H=60), "H=60 and Hv=60; it takes multiples of 8 of keys in pages"),
+    ],
+)
+def test_what_the_kernel_does_not_take(changed, message):
+    sizes = dict(page=16, T=1, H=64) | changed
+    q = jnp.zeros((1, sizes["T"], 1, sizes["H"]), jnp.bfloat16)
+    pages = jnp.zeros((2, sizes["page"], 1, sizes["H"]), jnp.bfloat16)
+    arguments = q, pages, pages, jnp.zeros((1, 2), int), jnp.ones(1, int)
+    with pytest.raises(NotImplementedError, match=message):
+        pallas_fa.paged_attention(*arguments, implementation="mosaic_gpu")
+    assert not pallas_fa.paged_attention(*arguments).any()  # XLA takes it
+
+
+def test_a_kernel_that_never_ran_is_taken_only_by_name():
+    shape = jax.ShapeDtypeStruct
+    q, pages = shape((2, 1, 8, 64), jnp.bfloat16), shape((40, 16, 2, 64), jnp.bfloat16)
+    arguments = q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)
+    assert kernels(pallas_fa.paged_attention, *arguments) == 0
+    told = cache.explain(*arguments)
+    assert "xla: runs this call" in told
+    assert "mosaic_gpu: could, but only when named: compiled for this GPU, but not run on one yet" in told
+    assert "mosaic_gpu: runs this call where it is lowered for a CUDA GPU" in cache.explain(
+        *arguments, implementation="mosaic_gpu"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_compiled_kernel_reads_what_it_reads_of_one_piece(name, H, rng):
+    page, layout, T, keywords = CALLS[name]
+    (q, *pages, lengths), whole = call_in_bfloat16(rng, page, layout, T, 1024, H)
+    options = dict(implementation="mosaic_gpu", return_residual=True, **keywords)
+    got = jax.jit(lambda *x: pallas_fa.paged_attention(*x, page_layout=layout, **options))(q, *pages, lengths)
+    want = jax.jit(lambda *x: pallas_fa.dot_product_attention(*x, key_value_seq_lengths=lengths, **options))(*whole)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

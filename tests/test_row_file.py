@@ -123,7 +123,11 @@ _KNOWN = "Known are 'mosaic_gpu', 'xla', 'reference'"
         (run.main, ["--directions", "up"], "choose from 'forward', 'backward', 'fwdbwd'"),
         (run.main, ["--implementations", "jax.nn:xla", "pallas_fa:no"], "'pallas_fa:no': implementation='no'"),
         (run.main, ["--implementations", "jax.nn:no"], "'no' is not known. Of jax.nn are known None, cudnn, xla"),
-        (run.main, ["--implementations", "torch:flash"], "a library of pallas_fa, jax.nn, tokamax, dew_flash_attn"),
+        (
+            run.main,
+            ["--implementations", "torch:flash"],
+            "a library of pallas_fa, jax.nn, einsum, tokamax, dew_flash_attn",
+        ),
         (run.main, ["--implementations", "tokamax:mosaic"], "tokamax is not installed here"),
         (run.main, ["--baseline", "jax.nn:cudnn"], "name one that is measured beside: jax.nn:xla, pallas_fa:xla"),
         (run.main, ["--rounds", "0"], "--rounds: '0': ask for a whole number, 1 or more"),

@@ -30,6 +30,7 @@ NO_TILES = "it has no tiles to configure, but config={config!r} was given"
 NEVER_RUN = "compiled for this GPU, but not run on one yet"
 
 
+NEVER_RUN = "compiled for this GPU, but not run on one yet"
 NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"
 
 

@@ -1,15 +1,17 @@
 """`paged_attention`: attention to keys and values in pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from jax.typing import ArrayLike
 
+from pallas_fa.api import explain_normalised
 from pallas_fa.arguments import Arguments, float_array, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.masks import Mask
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
+from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
 _attend = with_automatic_axes(attend)
@@ -67,11 +69,41 @@ def paged_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
     """
-    given = _checked(arguments)
-    key, value = in_pages(query, key_pages, value_pages, page_table, page_layout)
-    given["key_value_seq_lengths"] = _checked_lengths(lengths, key.shape[0])
+    key, value, given = _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments)
     out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **given)
     return (out, lse) if return_residual else out
+
+
+def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
+    """Which implementation `paged_attention` would run for these arguments, and why the others would not.
+
+    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
+    """
+    del return_residual
+    return explain_normalised(_normalise, implementation, *args, **kwargs)
+
+
+def _normalise(
+    query, key_pages, value_pages, page_table, lengths, bias=None, mask=None, *, page_layout="PSKH", **arguments
+):
+    key, value, given = _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments)
+    return normalise(query, key, value, bias, mask, **given)
+
+
+def _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments):
+    """Returns key, value, and the other arguments of attention to them."""
+    for name, (nothing, why) in _REFUSED.items():
+        given = arguments.get(name)
+        if given is not None and (nothing is None or given != nothing):
+            raise ValueError(f"{name}={given!r} cannot be given here: {why}. Leave it out.")
+    key, value = in_pages(query, key_pages, value_pages, page_table, page_layout)
+    lengths = int_array("lengths", lengths)
+    if tuple(lengths.shape) != key.shape[:1]:
+        raise ValueError(
+            f"lengths.shape={tuple(lengths.shape)} must be [B]={key.shape[:1]}: how many rows each sequence has. Use"
+            " jnp.full for one length of all."
+        )
+    return key, value, {**arguments, "key_value_seq_lengths": lengths}
 
 
 def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layout: Any) -> tuple[Paged, Paged]:
@@ -114,18 +146,3 @@ def page_table_of(query: Any, page_table: Any) -> Any:
             f" query.shape={tuple(query.shape)}. Give each sequence a row of pages, and fill it up with -1."
         )
     return as_int32(table)
-
-
-def _checked_lengths(lengths: Any, B: int) -> Any:
-    lengths = int_array("lengths", lengths)
-    if tuple(lengths.shape) != (B,):
-        raise ValueError(f"lengths.shape={tuple(lengths.shape)} must be [B]={(B,)}: how many rows each sequence has.")
-    return lengths
-
-
-def _checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    for name, (nothing, why) in _REFUSED.items():
-        value = arguments.get(name)
-        if value is not None and (nothing is None or value != nothing):
-            raise ValueError(f"{name}={value!r} cannot be given here: {why}. Leave it out.")
-    return dict(arguments)

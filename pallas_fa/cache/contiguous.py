@@ -13,6 +13,7 @@ from pallas_fa.api import dot_product_attention
 from pallas_fa.cache import rows
 from pallas_fa.cache.positions import last_rows
 from pallas_fa.masks import Mask
+from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +65,7 @@ class KeyValueCache:
         none = lambda: jnp.zeros((batch,), jnp.int32)  # made twice, since one array cannot be donated twice
         return cls(key=rows_of(head_dim), value=rows_of(value_head_dim), lengths=none(), dropped=none())
 
+    @keeping_shardings
     def append(self, key: ArrayLike, value: ArrayLike, lengths: ArrayLike | None = None) -> KeyValueCache:
         """Returns the cache with rows written behind those that are there.
 

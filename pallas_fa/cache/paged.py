@@ -13,6 +13,7 @@ from pallas_fa.cache import rows
 from pallas_fa.cache.attention import paged_attention
 from pallas_fa.cache.positions import last_rows
 from pallas_fa.masks import Mask
+from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +80,7 @@ class PagedCache:
             dropped=none(),
         )
 
+    @keeping_shardings
     def append(self, key: ArrayLike, value: ArrayLike, lengths: ArrayLike | None = None) -> PagedCache:
         """Returns the cache with rows written behind those that are there; arguments as in `KeyValueCache.append`.
 

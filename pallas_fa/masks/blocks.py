@@ -82,7 +82,7 @@ class BlockMask(Mask):
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         if self.mask is not None:
             return self.mask.allowed(b, n, t, s)
-        b, n = (i if size > 1 else 0 for i, size in zip((b, n), self.blocks.shape, strict=False))
+        b, n = (i if size != 1 else 0 for i, size in zip((b, n), self.blocks.shape, strict=False))
         index = b, n, 0, 0, (t + self.t0) // self.block[0], (s + self.s0) // self.block[1]
         index = jnp.broadcast_arrays(*intervals.with_equal_ranks(*map(jnp.asarray, index)))
         return jnp.asarray(self.blocks).at[tuple(index)].get(mode="clip") > EMPTY

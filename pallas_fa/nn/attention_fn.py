@@ -15,6 +15,8 @@ from jax.typing import ArrayLike
 from pallas_fa.api import dot_product_attention
 from pallas_fa.arguments import Arguments, dropout_rate, with_signature
 from pallas_fa.masks import Mask
+from pallas_fa.nn.visible_keys import bounded
+from pallas_fa.operands.dims import Dims
 
 
 @functools.partial(with_signature, broadcast_dropout=True)
@@ -51,7 +53,8 @@ def attention_fn(
       value: [*B, S, K, Hv].
       bias: float, broadcastable to [*B, N, T, S], added to the scaled logits.
       mask: broadcastable to [*B, N, T, S], bool or a number (Flax's mask makers give float32): a query may attend where
-        it is not 0; or a `pallas_fa.masks.Mask`.
+        it is not 0; or a `pallas_fa.masks.Mask`. Of a single query, as in decoding from Flax's cache, keys before the
+        first and past the last that the array allows are not read.
       broadcast_dropout: whether all batch entries and heads share their draws, as in Flax.
       dropout_rng: JAX PRNG key; required if `dropout_rate > 0 and not deterministic`. `dropout_key` is another name for it.
       dropout_rate: in [0, 1), the share of weights that are set to 0. The draws differ from those of Flax for the same key.
@@ -90,6 +93,8 @@ def attention_fn(
         refuse_single_query(query.shape[-3], key.shape[-3], *positions)
     if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask).astype(jnp.bool_)  # nonzero is True, as for jnp.where in Flax
+        if min(query.ndim, key.ndim) >= 3 and query.shape[-3] == 1 < key.shape[-3]:
+            mask = bounded(mask, Dims(query.shape[:-3], 1, key.shape[-3], query.shape[-2]))
     _set_dropout(arguments, dropout_rng, deterministic)
     return dot_product_attention(query, key, value, bias, mask, implementation=implementation, **arguments)
 

@@ -37,3 +37,17 @@ def with_automatic_axes[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P
         return in_automatic(*arrays)
 
     return run
+
+
+def keeping_shardings[**P, T](change: Callable[P, T]) -> Callable[P, T]:
+    """Wraps `change(tree, ...)`, which returns the same tree with other values, to see automatic mesh axes only."""
+
+    @functools.wraps(change)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        shardings: Any = jax.tree.map(lambda x: jax.typeof(x).sharding, args[0])
+        if not any(AxisType.Explicit in x.mesh.axis_types for x in jax.tree.leaves(shardings)):
+            return change(*args, **kwargs)
+        in_automatic: Any = jax.sharding.auto_axes(change, out_sharding=shardings)
+        return in_automatic(*args, **kwargs)
+
+    return run

@@ -63,7 +63,8 @@ def backward(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(kernel, problem, arguments, letters, results):
     context = jax.sharding.get_abstract_mesh()
-    if context.manual_axes or jax.device_count() == 1:
+    # Keys in pages are not partitioned: which pages a device should have, the table says, and not their sharding.
+    if context.manual_axes or jax.device_count() == 1 or problem.pages:
         return kernel(problem, *arguments)
     leaves, structure = jax.tree.flatten(arguments)
     call = _Call(kernel, problem, context, structure, tuple(jax.tree.leaves(letters)), results)

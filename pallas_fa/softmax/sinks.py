@@ -36,4 +36,4 @@ def gradient(sinks: Any, lse: Any, delta: Any) -> Any:
     """
     p = probabilities(sinks, lse)
     d = jnp.where(p > 0, -p * delta, 0)  # where p is 0, delta may be anything
-    return d.sum(axis=1 if sinks.shape[0] > 1 else (0, 1)).reshape(sinks.shape).astype(sinks.dtype)
+    return d.sum(axis=1 if sinks.shape[0] != 1 else (0, 1)).reshape(sinks.shape).astype(sinks.dtype)

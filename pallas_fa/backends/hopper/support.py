@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import head_dims, products
-from pallas_fa.backends.record import NEVER_RUN, Support
+from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
@@ -19,11 +19,15 @@ from pallas_fa.scores.base import evaluate
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
     kernels = head_dims.padded(problem)
+    if problem.pages and kernels is not problem:
+        return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
     reason = products.why_not(problem) or _why_no_head_dim(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
+    if problem.pages:
+        return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
     only_named = NEVER_RUN if products.parts_of(problem) > 1 else None
     return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
@@ -49,8 +53,6 @@ def _why_no_head_dim(problem):
 
 
 def _why_no_forward(problem, gpu):
-    if problem.pages:
-        return "keys and values in pages"
     if problem.dims.is_symbolic:
         return "a symbolic size; its kernels are made for sizes that are known"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):
@@ -58,8 +60,27 @@ def _why_no_forward(problem, gpu):
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
     return (
-        _config_reason(problem) or _functions_reason(problem) or _rows_reason(problem) or _arrays_reason(problem, gpu)
+        _pages_reason(problem, gpu)
+        or _config_reason(problem)
+        or _functions_reason(problem)
+        or _rows_reason(problem)
+        or _arrays_reason(problem, gpu)
     )
+
+
+def _pages_reason(problem, gpu):
+    if problem.pages is None:
+        return None
+    from pallas_fa.backends.hopper import pages
+    from pallas_fa.backends.hopper.decode import choose as decode
+
+    if products.parts_of(problem) > 1:
+        return f"{problem.dtype} keys in pages, which would be split into parts"
+    if not decode.applies(problem):
+        return f"T={problem.dims.T} queries and keys in pages; it takes at most {decode.MOST_QUERIES} then"
+    if problem.mask is not None and problem.mask.has_blocks:
+        return "a block mask and keys in pages"
+    return pages.why_not(problem.pages, decode.choose(problem, gpu).config.block_kv)
 
 
 def _config_reason(problem):

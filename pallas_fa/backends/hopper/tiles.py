@@ -101,9 +101,10 @@ class Tiles:
         part, chunk = divmod(i, self.chunks)
         if part:
             head = head + part * (gmem.shape[self.layout.index("N")] // self.parts)
-        return gmem.at[ordered(self.layout, (b, rows, head, self._columns(chunk)))]
+        return gmem.at[ordered(self.layout, (b, rows, head, self.columns(chunk)))]
 
-    def _columns(self, chunk):
+    def columns(self, chunk: int) -> Any:
+        """Returns where the columns of a chunk lie."""
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
         return pl.ds(chunk * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
 

@@ -194,5 +194,5 @@ class Compute:
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 
         plgpu.commit_smem()
-        for _chunk in range(plan.tiles.v.copies):
+        for _copy in range(plan.tiles.v.copies * plan.boxes):
             plgpu.barrier_arrive(self.scratch["v_ready"].at[slot])

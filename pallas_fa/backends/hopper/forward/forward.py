@@ -29,6 +29,7 @@ from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.operands.layout import ordered
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
 
 
@@ -76,6 +77,9 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
     if dropout is not None:
         arrays.append(dropout_in_memory(dropout))
+    if isinstance(k, Paged):
+        arrays.append(k.table)
+        k, v = k.pages, v.pages
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -102,7 +106,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 class _Refs(NamedTuple):
     """Device memory.
 
-    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there.
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
+    `page_table`: None where keys and values are not in pages.
     """
 
     q: Any
@@ -112,17 +117,19 @@ class _Refs(NamedTuple):
     visit_table: Any
     sinks: Any
     dropout: Any
+    page_table: Any
     out: Any
     lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *arrays, out, lse = refs
+    page_table = None if plan.problem.pages is None else arrays.pop()
     dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
     scratch = by_name(plan, scratch)
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 

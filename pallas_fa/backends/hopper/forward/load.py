@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
@@ -33,8 +34,9 @@ class Load:
         step = self.block.done + i
         slot = lax.rem(step, plan.config.stages)
         keys = pl.ds(steps.key_block(i) * plan.config.block_kv, plan.config.block_kv)
+        at = self._pages(keys)  # before the wait, so that it hides the latency of the table
         wait_free(plan, step, slot, scratch["k_free"])
-        self._keys_or_values("k", keys, slot, scratch["k_ready"].at[slot])
+        self._keys_or_values("k", keys, at, slot, scratch["k_ready"].at[slot])
         if plan.blocks.pairs:  # after the first keys, which need not wait for the end of the block before
             pl.when(i == 0)(self._next_queries)
         if plan.arrays.streamed and plan.score_streams:
@@ -42,7 +44,7 @@ class Load:
         elif plan.arrays.streamed:
             pl.when(steps.is_boundary(i))(lambda: self._arrays(steps, i, keys))
         wait_free(plan, step, slot, scratch["v_free"])
-        load_v = functools.partial(self._keys_or_values, "v", keys, slot)
+        load_v = functools.partial(self._keys_or_values, "v", keys, at, slot)
         if not plan.zeroes_padding:
             load_v(scratch["v_ready"].at[slot])
             return
@@ -50,9 +52,19 @@ class Load:
         pl.when(i == 0)(lambda: load_v(scratch["v_loaded"]))
         pl.when(i > 0)(lambda: load_v(scratch["v_ready"].at[slot]))
 
-    def _keys_or_values(self, name, rows, slot, ready):
-        tiles, gmem = getattr(self.plan.tiles, name), getattr(self.gmem, name)
-        tiles.load(gmem, self.block.b, rows, self.kv_head, self.smem[name].at[slot], ready)
+    def _pages(self, rows):
+        """Returns the pages of these rows; None where keys and values are arrays."""
+        held = self.plan.problem.pages
+        return None if held is None else pages.numbers(held, self.gmem.page_table, self.block.b, rows)
+
+    def _keys_or_values(self, name, rows, at, slot, ready):
+        tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
+        held = self.plan.problem.pages
+        if held is None:
+            tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready)
+            return
+        head = self.kv_head if held.interleaved is None else 2 * self.kv_head + (name == "v")
+        pages.load(tiles, held, gmem, at, rows, head, smem, ready)
 
     def _queries(self):
         plan, block, ready = self.plan, self.block, self.scratch["q_ready"]

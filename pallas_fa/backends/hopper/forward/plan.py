@@ -11,7 +11,7 @@ import numpy as np
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
-from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import lengths_of
@@ -100,6 +100,11 @@ class ForwardPlan:
         dims, is_masked = self.problem.dims, self.problem.mask is not None
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits, group)
+
+    @property
+    def boxes(self) -> int:
+        """Of how many boxes TMA makes a tile of keys or values: several where it has several pages."""
+        return pages.boxes(self.problem.pages, self.config.block_kv)
 
     @property
     def kv_blocks(self) -> int:

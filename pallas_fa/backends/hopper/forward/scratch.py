@@ -35,7 +35,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         scratch["arrays_ready"] = ring(num_arrivals=copies)
     scratch["k_free"] = ring(num_arrivals=c.compute_wgs)
-    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.copies)
+    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.copies * plan.boxes)
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
     if plan.separate_out and not plan.out_over_q:
@@ -51,8 +51,8 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
-        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies)
-    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.copies)
+        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
+    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.copies * plan.boxes)
     scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
     return scratch
 

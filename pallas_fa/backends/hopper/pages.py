@@ -1,0 +1,60 @@
+"""Tiles of keys and values that lie in pages: one TMA box for each page, or part of a page, of a tile.
+
+Evidence: decode/boxes-of-pages.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.hopper.tiles import Tiles
+from pallas_fa.operands.pages import Paged
+
+
+def boxes(pages: Paged | None, block_kv: int) -> int:
+    """Returns how many boxes make a tile of `block_kv` rows; 1 where there are no pages."""
+    return 1 if pages is None else max(1, block_kv // pages.size)
+
+
+def why_not(pages: Paged, block_kv: int) -> str | None:
+    """Returns None if tiles of `block_kv` rows are made of whole boxes, else the reason."""
+    size = pages.size
+    if size % 16 == 0 and (block_kv % size == 0 or size % block_kv == 0):
+        return None
+    return f"pages of {size} rows; it loads pages of 16, 32 or a multiple of 64"
+
+
+def numbers(pages: Paged, table: Any, b: Any, rows: Any) -> list[Any]:
+    """Returns the number of the page of each box, read from the `table` in device memory; `rows` are a `pl.ds`.
+
+    Of an entry that is no page's, and past the end of the table, it is that of some page.
+    """
+    last = pages.table.shape[1] - 1
+    box = rows.size // boxes(pages, rows.size)
+    entries = (lax.div(rows.start + i * box, jnp.int32(pages.size)) for i in range(boxes(pages, rows.size)))
+    return [jnp.clip(table[b, jnp.minimum(entry, last)], 0, pages.count - 1) for entry in entries]
+
+
+def load(tiles: Tiles, pages: Paged, gmem: Any, at: list[Any], rows: Any, head: Any, copied: Any, barrier: Any) -> None:
+    """Starts copying rows of one head into a tile; arrives on `barrier` once for each chunk of each box.
+
+    Args:
+      tiles: those of the operand.
+      pages: how its pages lie in memory.
+      gmem: the pages.
+      at: their `numbers`.
+      rows: of the sequence, a `pl.ds`.
+      head: of the pages.
+      copied: TMA's view of the tile.
+      barrier: announces the tile.
+    """
+    box = rows.size // len(at)
+    first = lax.rem(rows.start, jnp.int32(pages.size)) if pages.size > box else 0
+    for i, page in enumerate(at):
+        for chunk in range(tiles.chunks):
+            place = page, pl.ds(first, box), head, tiles.columns(chunk)
+            place = place if pages.layout == "PSKH" else (head, page, *place[1::2])
+            plgpu.copy_gmem_to_smem(gmem.at[place], copied.at[chunk, pl.ds(i * box, box)], barrier)

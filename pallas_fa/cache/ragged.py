@@ -1,0 +1,147 @@
+"""`ragged_paged_attention`: attention of sequences with any number of queries each, as in continuous batching."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_fa import masks
+from pallas_fa.arguments import float_array
+from pallas_fa.attention import attend
+from pallas_fa.operands.offsets import as_int32, int_array
+from pallas_fa.operands.pages import Paged
+
+_BLOCK = 16  # queries: as many as the kernel for few queries takes
+
+
+def ragged_paged_attention(
+    q: ArrayLike,
+    kv_pages: ArrayLike,
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Causal attention of the queries of many sequences, one behind the other, to keys and values in pages.
+
+    The signature of `ragged_paged_attention` in `jax.experimental.pallas.ops.tpu`, for prefill and decoding in one call.
+    The last query of a sequence sees its last key. The queries of a sequence are cut into blocks of
+    `num_queries_per_block`, each an entry of a batch for `paged_attention`.
+
+    Shapes: N query heads, K key/value heads (N % K == 0), H head dim, P pages of `page` rows.
+
+    Args:
+      q: [tokens, N, H], the queries of all sequences, and any number of rows behind them.
+      kv_pages: [P, page, 2 K, H], the same dtype: keys in the even heads, values in the odd ones. Not copied.
+      kv_lens: int [max sequences], how many rows each sequence has in its pages, those of its queries included.
+      page_indices: int [max sequences, pages per sequence]. Entries past a sequence's rows may be anything.
+      cu_q_lens: int [max sequences + 1], where the queries of each sequence start, and where those of the last one end.
+      num_seqs: int [1], how many sequences there are. What the arrays above say of others may be anything.
+      sm_scale: factor of the logits. The default is 1, not 1 / sqrt(H).
+      sliding_window: how many keys a query sees, its own included; None for all up to its own.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+      mask_value: no effect. Masked logits are -inf.
+      k_scale: factor of all keys, and `v_scale` of all values.
+      num_kv_pages_per_block: no effect, like `vmem_limit_bytes`. They tune the TPU's kernel.
+      num_queries_per_block: queries of a block, 16 unless given; the kernel takes no more. Longer blocks read the keys of
+        long prompts less often, and waste more on sequences with few queries.
+      implementation: as in `pallas_fa.paged_attention`.
+
+    Returns:
+      [tokens, N, H] in the dtype of `q`; 0 for tokens of no sequence.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
+      NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
+    """
+    del mask_value, num_kv_pages_per_block, vmem_limit_bytes
+    queries, pages = float_array("q", q), float_array("kv_pages", kv_pages)
+    given = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    lengths, table, starts, count = (as_int32(int_array(name, x)) for name, x in given.items())
+    _check(queries, pages, lengths, table, starts, count)
+    size = _BLOCK if num_queries_per_block is None else num_queries_per_block
+    _check_number("num_queries_per_block", size)
+    blocks = _blocks(queries.shape[0], size, lengths, starts, count[0])
+    row = jnp.arange(size, dtype=jnp.int32)
+    keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
+    mask = masks.Causal(align="bottom_right")
+    if sliding_window is not None:
+        _check_number("sliding_window", sliding_window)
+        mask = mask & masks.Window(sliding_window - 1, None, align="bottom_right")
+    out, _ = attend(
+        jnp.take(queries, blocks.first[:, None] + row, axis=0, mode="clip"),
+        keys,
+        values,
+        mask=mask,
+        scale=sm_scale * (1.0 if k_scale is None else k_scale),
+        logits_soft_cap=soft_cap,
+        query_seq_lengths=blocks.queries,
+        key_value_seq_lengths=blocks.keys,
+        implementation=implementation,
+    )
+    place = jnp.where(row < blocks.queries[:, None], blocks.first[:, None] + row, queries.shape[0])
+    out = jnp.zeros_like(queries).at[place].set(out, mode="drop")
+    return out if v_scale is None else out * jnp.asarray(v_scale, out.dtype)
+
+
+class _Blocks(NamedTuple):
+    """Of each block: its sequence, its first token, how many queries it has, and how many keys its last query sees."""
+
+    sequence: Any
+    first: Any
+    queries: Any
+    keys: Any
+
+
+def _blocks(tokens, size, kv_lens, starts, num_seqs):
+    """Cuts the queries of each sequence into blocks; those that no sequence needs have no queries."""
+    sequences = kv_lens.shape[0]
+    lengths = jnp.where(jnp.arange(sequences) < num_seqs, jnp.maximum(starts[1:] - starts[:-1], 0), 0)
+    ends = jnp.cumsum(-(-lengths // size), dtype=jnp.int32)
+    number = jnp.arange(min(tokens, tokens // size + sequences), dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), sequences - 1)
+    before = jnp.where(sequence > 0, ends[sequence - 1], 0)
+    done = (number - before) * size
+    queries = jnp.where(number < ends[-1], jnp.clip(lengths[sequence] - done, 0, size), 0)
+    keys = kv_lens[sequence] - (lengths[sequence] - done - queries)
+    return _Blocks(sequence, starts[sequence] + done, queries, keys)
+
+
+def _check(q, pages, lengths, table, starts, count):
+    shapes = f"q.shape={tuple(q.shape)}, kv_pages.shape={tuple(pages.shape)}"
+    if q.ndim != 3 or pages.ndim != 4 or pages.shape[2] % 2 or q.shape[-1] != pages.shape[-1] or 0 in pages.shape:
+        raise ValueError(
+            f"{shapes} must be [tokens, N, H] and [P, page, 2 K, H], with keys in the even heads and values in the odd ones."
+            " Stack them, jnp.stack([key, value], axis=-2), and reshape."
+        )
+    if table.ndim != 2 or 0 in table.shape:
+        raise ValueError(f"page_indices.shape={tuple(table.shape)} must be [max sequences, pages per sequence].")
+    sequences = table.shape[0]
+    for name, x, size in (
+        ("kv_lens", lengths, sequences),
+        ("cu_q_lens", starts, sequences + 1),
+        ("num_seqs", count, 1),
+    ):
+        if tuple(x.shape) != (size,):
+            raise ValueError(
+                f"{name}.shape={tuple(x.shape)} must be {(size,)}, since page_indices has a row for each of"
+                f" {sequences} sequences. Fill it up; num_seqs says how many are there."
+            )
+
+
+def _check_number(name, x):
+    if not isinstance(x, int) or x < 1:
+        raise ValueError(f"{name}={x!r} must be an int of at least 1. Leave it out for the default.")

@@ -1,0 +1,127 @@
+"""Decoding with caches: the tokens of a model without them, one compilation each of two programs, and what may be drawn."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.decoder import Decoder
+from models.gpt import GPT, SIZES
+from models.sample import Sampling
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+NANO = dataclasses.replace(SIZES["nano"], layers=1)
+GREEDY = Sampling(temperature=0)
+
+
+def model_of(context, **changes):
+    config = dataclasses.replace(NANO, context=context, **changes)
+    model = GPT(config, nnx.Rngs(5))
+    return config, model, nnx.to_pure_dict(nnx.state(model))
+
+
+def prompts_of(*lengths):
+    return [np.random.default_rng(length).integers(0, 256, length).tolist() for length in lengths]
+
+
+def greedy_without_a_cache(model, prompts, count):
+    """Each token from a forward pass over all tokens before it."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    tokens = np.stack([np.pad(prompt, (0, lengths.max() + count - len(prompt))) for prompt in prompts])
+    following = nnx.jit(lambda model, tokens: model(tokens)[0].argmax(-1))
+    rows = np.arange(len(prompts))
+    for i in range(count):
+        tokens[rows, lengths + i] = np.asarray(following(model, tokens))[rows, lengths + i - 1]
+    return np.stack([row[length : length + count] for row, length in zip(tokens, lengths, strict=True)], axis=1)
+
+
+def compilations(decoder: Any) -> tuple[int, int]:
+    return decoder.read._cache_size(), decoder.step._cache_size()
+
+
+@pytest.mark.parametrize("page_size", (None, 16))
+@pytest.mark.parametrize("count", (40, pytest.param(256, marks=pytest.mark.full)))
+def test_greedy_tokens_are_those_of_a_model_without_a_cache(count, page_size):
+    config, model, params = model_of(context=288, sinks=True)
+    prompts = prompts_of(3, 21, 9)
+    decoder = Decoder(config, params, GREEDY, page_size)
+    found = list(decoder.tokens(prompts, count, seed=0))
+    np.testing.assert_array_equal(found, greedy_without_a_cache(model, prompts, count))
+    assert len(np.unique(found)) > 10  # no single token again and again
+    assert compilations(decoder) == (1, 1)
+
+
+@pytest.mark.parametrize("page_size", (None, 8))
+def test_past_the_context_the_last_half_is_read_anew(page_size):
+    config, model, params = model_of(context=16)
+    prompts = prompts_of(11, 4)
+    decoder = Decoder(config, params, GREEDY, page_size)
+    found = np.stack(list(decoder.tokens(prompts, 24, seed=0)), axis=1)
+    first = greedy_without_a_cache(model, prompts, 6)
+    np.testing.assert_array_equal(found[:, :6], first.T)  # 11 + 5 fill the context
+    windows = [[*prompt, *tokens] for prompt, tokens in zip(prompts, found[:, :6].tolist(), strict=True)]
+    windows[0] = windows[0][-8:]
+    np.testing.assert_array_equal(found[:, 6:12], greedy_without_a_cache(model, windows, 6).T)
+    assert compilations(decoder) == (1, 1)
+
+
+def test_matrices_lie_in_the_dtype_of_the_computation():
+    config, _, params = model_of(context=16, sinks=True, dtype=jnp.bfloat16)
+    decoder = Decoder(config, params, GREEDY)
+    kinds = {(x.ndim > 1, x.dtype.name) for x in jax.tree.leaves(decoder.params)}
+    assert kinds == {(True, "bfloat16"), (False, "float32")}
+    assert len(list(decoder.tokens(prompts_of(5), 2, seed=0))) == 2
+
+
+# ---- what is drawn ----
+
+LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3], [0.3, 0.1, 0.05, 0.55]]))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    (
+        (Sampling(0), ({1}, {3})),
+        (Sampling(1e-6), ({1}, {3})),
+        (Sampling(), ({0, 1, 2, 3}, {0, 1, 2, 3})),
+        (Sampling(top_k=1), ({1}, {3})),
+        (Sampling(top_k=2), ({1, 3}, {0, 3})),
+        (Sampling(top_k=4), ({0, 1, 2, 3}, {0, 1, 2, 3})),
+        (Sampling(top_p=1e-9), ({1}, {3})),
+        (Sampling(top_p=0.5), ({1, 3}, {3})),
+        (Sampling(top_p=0.75), ({1, 2, 3}, {0, 3})),
+        (Sampling(top_p=1.0), ({0, 1, 2, 3}, {0, 1, 2, 3})),
+        (Sampling(top_k=3, top_p=0.6), ({1, 3}, {0, 3})),  # of the three in the first row 0.4 is 0.44
+        (Sampling(0.5, top_p=0.5), ({1}, {3})),  # colder, so that fewer are needed
+        (Sampling(2.0, top_p=0.7), ({1, 2, 3}, {0, 3})),  # hotter, so that more are needed
+    ),
+    ids=str,
+)
+def test_what_is_left_out_is_never_drawn(sampling, allowed):
+    keys = jax.random.split(jax.random.key(0), (400, 2))
+    drawn = np.asarray(jax.vmap(sampling.draw, (None, 0))(LOGITS, keys))
+    assert drawn.dtype == np.int32
+    assert tuple(set(column.tolist()) for column in drawn.T) == allowed
+
+
+def test_frequencies_are_probabilities():
+    keys = jax.random.split(jax.random.key(1), (4000, 2))
+    drawn = np.asarray(jax.vmap(Sampling(0.5, top_k=3).draw, (None, 0))(LOGITS, keys))
+    for column, logits in zip(drawn.T, np.asarray(LOGITS), strict=True):
+        want = np.exp(2 * logits) * (logits > logits.min())
+        np.testing.assert_allclose(np.bincount(column, minlength=4) / 4000, want / want.sum(), atol=0.03)
+
+
+def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
+    config, _, params = model_of(context=32)
+    decoder = Decoder(config, params, Sampling(1.0, top_p=0.9))
+    prompts = prompts_of(4, 7, 5)
+    draw = lambda prompts, seed: np.stack(list(decoder.tokens(prompts, 12, seed)), axis=1)
+    together = draw(prompts, 3)
+    np.testing.assert_array_equal(together[:1], draw(prompts[:1], 3))
+    other = draw([prompts[0], prompts[0], prompts[1]], 4)
+    assert (other[0] != together[0]).any() and (other[0] != other[1]).any()

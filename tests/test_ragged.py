@@ -1,0 +1,147 @@
+"""Queries of many sequences behind one another, each against its own dense attention, and against JAX's definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+from pallas_fa import masks, ragged_paged_attention
+from pallas_fa.backends import reference
+from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.operands.pages import Paged
+from pallas_fa.problem import normalise
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
+
+PAGE, N, K, H, TOKENS, SEQUENCES = 16, 4, 2, 16, 70, 7
+NOTHING = 99999  # in the places of sequences that are not there
+
+
+def arguments(rng, lengths, dtype=np.float32):
+    """The positional arguments for sequences of (queries, keys), in a batch with room for more."""
+    q_lens, kv_lens = np.full(SEQUENCES, NOTHING), np.full(SEQUENCES, NOTHING)
+    for i, (queries, keys) in enumerate(lengths):
+        q_lens[i], kv_lens[i] = queries, keys
+    table = np.full((SEQUENCES, 8), -1)
+    pages = iter(rng.permutation(40))
+    for row, (_, keys) in zip(table, lengths, strict=False):
+        count = -(-keys // PAGE)
+        row[:count] = [next(pages) for _ in range(count)]
+    used = np.zeros((40, PAGE, 1, 1), bool)
+    for row, (_, keys) in zip(table, lengths, strict=False):
+        for s in range(keys):
+            used[row[s // PAGE], s % PAGE] = True
+    kv = np.where(used, rng.standard_normal((40, PAGE, 2 * K, H)), np.nan)
+    q = rng.standard_normal((TOKENS, N, H))
+    ints = kv_lens, table, np.concatenate([[0], np.cumsum(q_lens)]), np.array([len(lengths)])
+    return *(jnp.asarray(x, dtype) for x in (q, kv)), *(jnp.asarray(x, jnp.int32) for x in ints)
+
+
+BATCHES = {
+    "decoding": [(1, 64), (1, 9), (1, 128), (1, 1), (1, 17)],
+    "prefill": [(37, 37), (16, 16), (17, 17)],
+    "both": [(1, 64), (37, 37), (1, 9), (16, 100), (5, 128)],
+    "none between": [(3, 9), (0, 20), (40, 41)],
+    "full": [(10, 20)] * SEQUENCES,
+    "nothing": [],
+}
+EVERYTHING = dict(sm_scale=0.25, sliding_window=7, soft_cap=3.0, k_scale=0.5, v_scale=2.0)
+
+
+# Compiled once for all batches, as in a server.
+PLAIN, WITH_EVERYTHING = (
+    jax.jit(functools.partial(ragged_paged_attention, **keywords)) for keywords in ({}, EVERYTHING)
+)
+
+
+def dense(q, pages, table, keys, scale=1.0, window=NOTHING, cap=None, factor=1.0):
+    """One sequence in float64."""
+    rows = np.asarray(pages, np.float64)[table[: -(-keys // PAGE)]].reshape(-1, K, 2, H)[:keys].repeat(N // K, axis=1)
+    x = scale * np.einsum("tnh,snh->nts", np.asarray(q, np.float64), rows[:, :, 0])
+    x = x if cap is None else cap * np.tanh(x / cap)
+    behind = np.arange(keys - len(q), keys)[:, None] - np.arange(keys)
+    p = np.exp(np.where((behind >= 0) & (behind < window), x, -np.inf))
+    return factor * np.einsum("nts,snh->tnh", p / p.sum(axis=-1, keepdims=True), rows[:, :, 1])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_is_dense_attention_of_each_sequence(name, rng):
+    q, pages, _, table, *_ = given = arguments(rng, BATCHES[name])
+    got, modified = PLAIN(*given), WITH_EVERYTHING(*given)
+    start = 0
+    for i, (queries, keys) in enumerate(BATCHES[name]):
+        own = slice(start, start + queries)
+        np.testing.assert_allclose(got[own], dense(q[own], pages, table[i], keys), atol=1e-5)
+        want = dense(q[own], pages, table[i], keys, scale=0.125, window=7, cap=3.0, factor=2.0)
+        np.testing.assert_allclose(modified[own], want, atol=1e-5)
+        start += queries
+    assert got.shape == q.shape and not got[start:].any()
+
+
+def test_is_what_jax_defines(rng):
+    given = arguments(rng, BATCHES["both"])
+    without_nan = jnp.nan_to_num(given[1])  # which that definition reads
+    want = ref_ragged_paged_attention(given[0], without_nan, *given[2:], **EVERYTHING)
+    np.testing.assert_allclose(WITH_EVERYTHING(*given)[: len(want)], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_blocks_of_any_size(size, rng):
+    given = arguments(rng, BATCHES["both"])
+    got = ragged_paged_attention(*given, num_queries_per_block=size, mask_value=-1e30, vmem_limit_bytes=1)
+    np.testing.assert_allclose(got, ragged_paged_attention(*given, implementation="reference"), atol=2e-6)
+
+
+def test_keys_and_values_are_not_copied():
+    shape, int32 = jax.ShapeDtypeStruct, jnp.int32
+    pages, sequences = shape((32768, 16, 2 * 8, 128), jnp.bfloat16), 8
+    given = shape((64, 32, 128), jnp.bfloat16), pages, shape((sequences,), int32), shape((sequences, 512), int32)
+    rest = shape((sequences + 1,), int32), shape((1,), int32)
+    analysis = jax.jit(ragged_paged_attention).lower(*given, *rest).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 2 * pages.size / 4
+    on_gpu = lambda *x: ragged_paged_attention(*x, implementation="mosaic_gpu")
+    assert kernels(on_gpu, *given, *rest) == 1
+
+
+def test_interpreted_kernel_finds_keys_and_values_between_each_other(rng):
+    q, pages, _, table, *_ = arguments(rng, [(2, 60), (2, 128)], jnp.bfloat16)
+    lengths = jnp.array([60, 128])
+    keys, values = (Paged(pages, table[:2], interleaved=i) for i in (0, 1))
+    mask = masks.Causal(align="bottom_right")
+    problem, operands = normalise(q[:4].reshape(2, 2, N, H), keys, values, mask=mask, key_value_seq_lengths=lengths)
+    (out, lse), races = interpreted(problem, operands, decode)
+    assert not races
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+WRONG = {
+    "q": (0, np.zeros((70, 4), np.float32), r"q.shape=\(70, 4\).*must be \[tokens, N, H\]"),
+    "odd heads": (1, np.zeros((40, 16, 3, 16), np.float32), "keys in the even heads"),
+    "dtypes": (1, np.zeros((40, 16, 4, 16), np.float16), "nothing is converted silently"),
+    "kv_lens": (2, np.zeros(3, np.int32), r"kv_lens.shape=\(3,\) must be \(7,\)"),
+    "float table": (3, np.zeros((7, 8), np.float32), "page_indices.dtype=float32 must be an integer"),
+    "table": (3, np.zeros(7, np.int32), r"page_indices.shape=\(7,\) must be \[max sequences"),
+    "cu_q_lens": (4, np.zeros(7, np.int32), r"cu_q_lens.shape=\(7,\) must be \(8,\)"),
+    "num_seqs": (5, np.int32(3), r"num_seqs.shape=\(\) must be \(1,\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arrays(name, rng):
+    place, array, message = WRONG[name]
+    given = list(arguments(rng, BATCHES["both"]))
+    given[place] = array
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.eval_shape(ragged_paged_attention, *given)
+
+
+def test_wrong_numbers(rng):
+    given = arguments(rng, BATCHES["both"])
+    for wrong in (dict(sliding_window=0), dict(num_queries_per_block=0)):
+        with pytest.raises(ValueError, match="must be an int of at least 1"):
+            ragged_paged_attention(*given, **wrong)
