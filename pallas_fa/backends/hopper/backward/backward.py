@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits
@@ -58,6 +59,7 @@ def _why_not_score(problem):
     return reason and f"the score can't run in the backward kernel: {reason}"
 
 
+@in_float16_range
 @padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
