@@ -17,7 +17,7 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
-from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.choose import candidates, choose
 from pallas_fa.backends.hopper.backward.kernel import kernel
@@ -39,7 +39,11 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
         if not plans:
             return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
         if not any(fits(on_gpu(plan), gpu) for plan in plans):
-            return "the arrays of the mask and the score need more shared memory than the backward kernel has"
+            needed = min(scratch_bytes(on_gpu(plan)) for plan in plans)
+            return (
+                f"the backward kernel needs {needed} bytes of shared memory with its tiles and the arrays of its mask and"
+                f" score; there are {gpu.shared_memory}"
+            )
         unordered = plans[0].score_gradients.has_unordered_sums(plans[0].arrays, problem.dims)
         if problem.deterministic_gradients and unordered:
             return (
