@@ -117,7 +117,7 @@ def measure(
             samples[each].append(seconds_a_step(decoder, prompts, count))
     for each, found in samples.items():
         seconds = statistics.median(found)
-        rows[each] |= dict(p50_ms=seconds * 1e3, tokens_per_s=batch / seconds)
+        rows[each] |= dict(p50_ms=seconds * 1e3, tokens_per_s=batch / seconds, load=machine.load())
     yield from rows.values()
 
 

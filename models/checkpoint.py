@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from models.checksums import find_damage, has_checksums, write_checksums
 from models.errors import TrainingError, UsageError, is_disk_full, is_out_of_memory
 from models.folder import CHECKPOINTS, list_steps, resume_command
+from models.output import print_error
 from models.step import Params, TrainState
 
 METADATA_BYTES = 2**18  # Orbax's own files beside the arrays, amply
@@ -109,7 +110,7 @@ def _restore(checkpointer: ocp.Checkpointer, target: Any, out: Path, step: int, 
     folder = out.absolute() / CHECKPOINTS / str(step)
     checked = has_checksums(folder)
     if not checked:
-        print(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
+        print_error(f"The checkpoint of step {step} has no checksums (it is an old one): it is used unchecked.")
     elif damage := find_damage(folder):
         raise UsageError(f"The checkpoint of step {step} is damaged: {damage}. {way_back()}")
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ class Decoder:
         The next step is under way while one's tokens are looked at. The seed, the place of a prompt in the batch and that
         of a token say what is drawn.
         """
-        return (np.asarray(tokens) for tokens in _one_ahead(self._tokens(prompts, count, seed)))
+        ahead = itertools.pairwise(itertools.chain(self._tokens(prompts, count, seed), [None]))
+        return (np.asarray(tokens) for tokens, _ in ahead)
 
     def _tokens(self, prompts, count, seed):
         """What `tokens` does, on the device.
@@ -54,9 +56,9 @@ class Decoder:
         slides = max(map(len, windows)) + count - 1 > context
         width = context if slides else max(map(len, windows))
         caches = self.empty_caches([min(len(window) + count, context) for window in windows])
-        key, drawn, tokens = jax.random.key(seed), [], None
+        key, drawn, tokens = jax.random.key(seed), [], None  # drawn: since prompts were read
         for index in range(count):
-            if tokens is not None and max(map(len, windows)) + len(drawn) <= context:
+            if drawn and max(map(len, windows)) + len(drawn) <= context:
                 caches, tokens = self.step(self.params, caches, tokens, key, index)
             else:
                 if drawn:
@@ -103,13 +105,3 @@ def _step(graph, sampling, params, caches, tokens, key, index):
 def _draw(sampling, logits, key, index):
     key = jax.random.fold_in(key, index)
     return sampling.draw(logits, jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(logits))))
-
-
-def _one_ahead[T](items: Iterable[T]) -> Iterator[T]:
-    """Yields `items`, asking for the next before it gives one away."""
-    iterator = iter(items)
-    for item in iterator:
-        for following in iterator:
-            yield item
-            item = following
-        yield item

@@ -146,6 +146,7 @@ THINNED = {
     "test_training_benchmark.py::test_a_row_for_each_attention_and_context": 0,
     "test_transforms.py::test_remat_keeps_what_its_policy_names": 2,
     "test_transforms.py::test_vmap_over_any_subset_of_arguments_and_axes": 2,
+    "test_whole_rows.py::test_table": 5,
 }
 
 

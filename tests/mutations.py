@@ -32,6 +32,7 @@ MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
 BLOCKS = "tests/test_block_masks.py"
+OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -52,18 +53,20 @@ MUTATIONS = (
     Mutation("backends/gpu/schedule.py", "last = (hi + block - 1) // block", "last = hi // block", SCHEDULE),
     Mutation("backends/gpu/schedule.py", "maximum((lo + block - 1) // block,", "maximum(lo // block,", SCHEDULE),
     Mutation("backends/gpu/schedule.py", "intervals.minimum(hi // block, last)", "last", SCHEDULE),
-    Mutation("backends/hopper/forward/softmax.py", "_plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p)",
+    Mutation("backends/gpu/online_softmax.py", "_plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p)",
              "_plus_columns(l, p)", FORWARD),
     Mutation("backends/hopper/forward/epilogue.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
-    Mutation("backends/hopper/forward/softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
+    Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
     Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products - d_lse)", "zero_padding(products)", BACKWARD),
     Mutation("backends/hopper/backward/backward.py", "(sums[present] * problem.scale)", "(sums[present])", BACKWARD),
     Mutation("backends/hopper/forward/epilogue.py", "total * rescale + weight", "total * rescale", FORWARD),
     Mutation("softmax/sinks.py", "-p * delta", "p * delta", "tests/test_table.py"),
     Mutation("context_parallel/whole_blocks.py", "mask=mask, sinks=None)", "mask=mask)", "tests/test_context_parallel.py"),
+    Mutation("context_parallel/decode_attention.py", "Part((0, 0, 0, start)", "Part((0, 0, 0, 0)", OVER_DEVICES),
+    Mutation("context_parallel/decode_attention.py", "mask, dropout", "mask, operands.sinks, dropout", OVER_DEVICES),
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
-    Mutation("backends/hopper/backward/tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
+    Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),

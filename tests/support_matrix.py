@@ -12,12 +12,14 @@ import jax.numpy as jnp
 
 from pallas_fa import masks, scores
 from pallas_fa.backends import choice
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "support.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 B, T, S, N, K = 2, 256, 320, 8, 2
 IDS = (B, T), (B, S)
+_INT, _FLOAT = jnp.int32, jnp.float32
 
 
 def _call(
@@ -31,6 +33,13 @@ def _call(
 def _call_bnth():
     arrays = [jax.ShapeDtypeStruct((B, heads, length, 64), jnp.bfloat16) for heads, length in ((N, T), (K, S), (K, S))]
     return arrays, lambda: {"layout": "BNTH"}
+
+
+def _call_in_pages(T, page):
+    shape = jax.ShapeDtypeStruct
+    paged = lambda: Paged(shape((20, page, K, 64), jnp.bfloat16), shape((B, 8), _INT))
+    arrays = [shape((B, T, N, 64), jnp.bfloat16), paged(), paged(), shape((B,), _INT)]
+    return arrays, lambda lengths: {"key_value_seq_lengths": lengths}
 
 
 def _always(**keywords: Any):
@@ -49,7 +58,6 @@ def _gain(x, b, n, t, s, gain):
     return x * gain
 
 
-_INT, _FLOAT = jnp.int32, jnp.float32
 FEATURES = {
     "`bfloat16`, T != S, grouped heads": _always(),
     "`float16`": _call(dtype=jnp.float16),
@@ -94,6 +102,9 @@ FEATURES = {
         ((N, T, S), _FLOAT), keywords=lambda x: {"bias": x, "deterministic_gradients": True}
     ),
     '`precision="highest"`': _always(precision="highest"),
+    "keys in pages of 16, 32 or a multiple of 64 rows, T <= 16": _call_in_pages(T=1, page=64),
+    "the same, T > 16": _call_in_pages(T=64, page=64),
+    "keys in pages of any other size": _call_in_pages(T=1, page=40),
     "dropout": _call(((2,), jnp.uint32), keywords=lambda x: {"dropout_rate": 0.1, "dropout_key": x}),
 }
 
@@ -112,12 +123,11 @@ def matrix() -> str:
             if support.forward is not None:
                 cells.append(f"no ({note(support.forward)})")
             else:
-                words = "; ".join(
-                    filter(None, (support.only_named and f"only when named: {support.only_named}", support.remark))
-                )
-                remark = f" ({note(words)})" if words else ""
-                other = f"; gradients on xla ({note(support.backward)})" if support.backward else ""
-                cells.append(f"yes{remark}{other}")
+                remark = f" ({note(support.remark)})" if support.remark else ""
+                who = "no gradients" if problem.pages else "gradients on xla"
+                other = f"; {who} ({note(support.backward)})" if support.backward else ""
+                named = f"; only when named ({note(support.only_named)})" if support.only_named else ""
+                cells.append(f"yes{remark}{named}{other}")
         rows.append(f"| {feature} | {' | '.join(cells)} |")
     head = ["| | " + " | ".join(f"`{name}`" for name in names) + " |", "| --- " * (len(names) + 1) + "|"]
     listed = [f"{number}. {reason}" for reason, number in notes.items()]

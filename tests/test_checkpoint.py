@@ -106,7 +106,7 @@ def test_an_old_checkpoint_without_checksums_is_used_and_said_to_be_unchecked(ru
     for step in (3, 4):
         (run / "checkpoints" / str(step) / SUMS).unlink()
     assert_equal(restore(run), state_of(4))
-    assert "step 4 has no checksums" in capsys.readouterr().out
+    assert "step 4 has no checksums" in capsys.readouterr().err
     shutil.rmtree(run / "checkpoints" / "4" / "default")
     with pytest.raises(UsageError, match="step 4 can't be restored .* That of step 3 has no checksums; continue"):
         restore(run)

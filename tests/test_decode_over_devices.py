@@ -133,17 +133,20 @@ def test_merging_takes_one_collective_of_the_results_alone():
         np.testing.assert_allclose(compiled(arrays)[0], truth("drafts")[1][0], atol=2e-5)
 
 
-def test_other_dims():
-    """Heads before length, no batch dims, two devices."""
+def test_other_dims_and_axes():
+    """Heads before length and on devices of their own, no batch dims."""
     a = {name: x[0] for name, x in arrays(2).items()}
     want = attend(a, is_causal=True, implementation="reference")
     swapped = {name: np.swapaxes(x, 0, 1) for name, x in a.items()}
-    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    specs = {"query": P(), "key": P(None, "context"), "value": P(None, "context")}
+    mesh = jax.make_mesh((2, 4), ("heads", "context"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"query": P("heads"), "key": P("heads", "context"), "value": P("heads", "context")}
     local = functools.partial(
         decode_attention, axis_name="context", layout="BNTH", is_causal=True, return_residual=True
     )
-    out, lse = jax.jit(jax.shard_map(lambda a: local(**a), mesh=mesh, in_specs=(specs,), out_specs=(P(), P())))(swapped)
+    over_mesh = jax.shard_map(
+        lambda a: local(**a), mesh=mesh, in_specs=(specs,), out_specs=(P("heads"), P(None, "heads"))
+    )
+    out, lse = jax.jit(over_mesh)(swapped)
     np.testing.assert_allclose(np.swapaxes(out, 0, 1), want[0], atol=1e-5)
     np.testing.assert_allclose(lse, want[1], atol=1e-5)
 

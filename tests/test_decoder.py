@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from models.decoder import Decoder
-from models.gpt import GPT, SIZES
+from models.gpt import GPT, SIZES, GPTConfig
 from models.sample import Sampling
+from tests.lowering import kernels
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NANO = dataclasses.replace(SIZES["nano"], layers=1)
@@ -74,7 +75,31 @@ def test_matrices_lie_in_the_dtype_of_the_computation():
     decoder = Decoder(config, params, GREEDY)
     kinds = {(x.ndim > 1, x.dtype.name) for x in jax.tree.leaves(decoder.params)}
     assert kinds == {(True, "bfloat16"), (False, "float32")}
-    assert len(list(decoder.tokens(prompts_of(5), 2, seed=0))) == 2
+
+
+def test_steps_write_into_the_caches_in_place():
+    config, _, params = model_of(context=16)
+    decoder = Decoder(config, params, GREEDY)
+    length, key = np.array([4], np.int32), jax.random.key(0)
+    caches, tokens = decoder.read(decoder.params, decoder.empty_caches([8]), np.ones((1, 4), int), length, key, 0)
+    old = caches[0].key, caches[0].value
+    places = [x.unsafe_buffer_pointer() for x in old]
+    caches, _ = decoder.step(decoder.params, caches, tokens, key, 1)
+    assert all(x.is_deleted() for x in old)
+    assert [x.unsafe_buffer_pointer() for x in (caches[0].key, caches[0].value)] == places
+    assert caches[0].lengths.tolist() == [5]
+
+
+def test_kernels_lower():
+    """One in each layer, to read prompts and to make a step."""
+    config = GPTConfig(2, 128, 2, 1, 64, context=64, sinks=True, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    params = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), nnx.eval_shape(lambda: nnx.state(GPT(config, nnx.Rngs(0))))
+    )
+    decoder = Decoder(config, nnx.to_pure_dict(params), Sampling(0.8, top_k=4))
+    caches, lengths, key = decoder.empty_caches([40, 64]), np.array([20, 40]), jax.random.key(0)
+    assert kernels(decoder.read, decoder.params, caches, np.zeros((2, 40), int), lengths, key, 0) == 2
+    assert kernels(decoder.step, decoder.params, caches, np.zeros(2, int), key, 1) == 2
 
 
 # ---- what is drawn ----
@@ -116,7 +141,7 @@ def test_frequencies_are_probabilities():
         np.testing.assert_allclose(np.bincount(column, minlength=4) / 4000, want / want.sum(), atol=0.03)
 
 
-def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
+def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(monkeypatch):
     config, _, params = model_of(context=32)
     decoder = Decoder(config, params, Sampling(1.0, top_p=0.9))
     prompts = prompts_of(4, 7, 5)
@@ -125,3 +150,7 @@ def test_a_seed_draws_the_same_whatever_else_is_in_the_batch():
     np.testing.assert_array_equal(together[:1], draw(prompts[:1], 3))
     other = draw([prompts[0], prompts[0], prompts[1]], 4)
     assert (other[0] != together[0]).any() and (other[0] != other[1]).any()
+    step, calls = decoder.step, []
+    monkeypatch.setattr(decoder, "step", lambda *arguments: calls.append(arguments) or step(*arguments))
+    next(decoder.tokens(prompts, 12, 3))
+    assert len(calls) == 1  # the second token is under way before the first is looked at

@@ -148,7 +148,7 @@ def test_head_dims_past_what_fits_are_refused(precision, H):
     reason = lambda **sizes: supports(problem_with(**sizes), GPU).forward or ""
     assert not reason(H=H, Hv=H)
     for name in ("H", "Hv"):
-        assert f"head dim {name}={H + 8} in" in reason(**{name: H + 8})
+        assert f"head dim {name}={H + 8} of float32" in reason(**{name: H + 8})
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------------

@@ -87,6 +87,10 @@ def test_memory_is_that_of_a_chunk():
         attend = jax.jit(lambda *x, layout=layout: pallas_fa.paged_attention(*x, page_layout=layout))
         analysis = attend.lower(q, pages, pages, table, lengths).compile().memory_analysis()
         assert analysis.temp_size_in_bytes < B * S * K * H * 4 / 8
+    whole = jax.ShapeDtypeStruct((B, S, K, H), jnp.float32)  # nor is a cache in one piece, whose padding is zeroed
+    attend = jax.jit(lambda q, k, v, n: pallas_fa.dot_product_attention(q, k, v, key_value_seq_lengths=n))
+    analysis = attend.lower(q, whole, whole, lengths).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < B * S * K * H * 4 / 8
 
 
 def test_gradients_are_refused():

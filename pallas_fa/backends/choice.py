@@ -114,11 +114,11 @@ def _runs_here(backend):
 
 def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
-    if backend.platform is None:
-        return ""
     support, other = backend.supports(problem), _gradients(problem, backend, known).name
     reason = support.backward
     where += "".join(f"; {words}" for words in (support.remark, support.only_named) if words)
+    if backend.platform is None:
+        return where
     if problem.forward_mode:
         reason, other = "forward_mode=True", "xla"
     if problem.pages:

@@ -14,6 +14,12 @@ def per_row(sinks: Any) -> Any:
     return sinks[:, None, :, 0, 0]
 
 
+def add(sinks: Any, lse: Any) -> tuple[Any, Any]:
+    """Returns (log-sum-exp with the sinks, the share of the keys in it), both like lse [B, N, T]; sinks [B|1, N, 1, 1]."""
+    both = jnp.logaddexp(lse, sinks[..., 0].astype(lse.dtype))
+    return both, jnp.exp(lse - jnp.where(both == -jnp.inf, jnp.inf, both))
+
+
 def probabilities(sinks: Any, lse: Any) -> Any:
     """Returns the probability [B, T, N] that each row gives its sink; 0 for a sink of -inf.
 

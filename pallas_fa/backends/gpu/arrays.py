@@ -101,9 +101,12 @@ class KernelArray:
         """Returns shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
         if self.kind != "tile":
             return plgpu.SMEM((*lead, columns if self.kind == "row" else rows), self.stored_dtype)
-        width = math.gcd(self.row_bytes, columns * self.stored_dtype.itemsize)
-        transforms = swizzle(self.stored_dtype, width)
+        transforms = swizzle(self.stored_dtype, self.piece(columns))
         return plgpu.SMEM((*lead, rows, columns), self.stored_dtype, transforms=transforms)
+
+    def piece(self, columns: int) -> int:
+        """Returns how many bytes of a row of such tiles lie together in shared memory."""
+        return math.gcd(self.row_bytes, columns * self.stored_dtype.itemsize, 128)
 
     def load(self, smem: Any, shape: tuple[int, int], layout: Any) -> Any:
         """Loads its part of a tile of logits, broadcast to the tile's `shape` and in its `layout`; not of a scalar."""

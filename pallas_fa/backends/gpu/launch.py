@@ -17,6 +17,7 @@ def launch(
     ctas: int,
     warpgroups: int,
     scratch: dict[str, Any],
+    semantics: Any = plgpu.LoweringSemantics.Warpgroup,
 ) -> tuple[Any, ...]:
     """Runs a kernel and returns its results.
 
@@ -27,6 +28,7 @@ def launch(
       ctas: the size of the grid; its axis is `grid.AXIS`.
       warpgroups: of each CTA; their axis is "wg".
       scratch: shared memory and barriers by name, in the order in which they lie in memory.
+      semantics: whether the kernel is lowered for warpgroups or for lanes, which mma.sync asks for.
     """
     count = len(operands) + len(out_type)
 
@@ -47,7 +49,10 @@ def launch(
             thread_name="wg",
             scratch_types=tuple(scratch.values()),
             compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+                approx_math=True,
+                unsafe_no_auto_barriers=True,
+                reduction_scratch_bytes=0,
+                lowering_semantics=semantics,
             ),
         )(*operands)
     # In a loop that also stores a result in a larger array (`lax.scan` over layers, under grad), XLA would otherwise run

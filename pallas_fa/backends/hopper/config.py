@@ -146,9 +146,14 @@ class BackwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
 
     @property
+    def rows(self) -> int:
+        """Stationary positions of a warpgroup."""
+        return 64
+
+    @property
     def block(self) -> int:
         """Stationary positions of a CTA."""
-        return 64 * self.compute_wgs
+        return self.rows * self.compute_wgs
 
     @property
     def registers(self) -> tuple[int, int]:

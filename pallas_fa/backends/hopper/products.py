@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_16_bits
 from pallas_fa.operands.layout import Layout
 from pallas_fa.problem import Problem
-
-# What fits shared memory, by parts.
-LARGEST_HEAD_DIM = {1: 256, 2: 128, 3: 64}
 
 _Precision, _Algorithm = jax.lax.Precision, jax.lax.DotAlgorithmPreset
 # JAX's default and HIGH mean TensorFloat-32 on a GPU, which three products exceed.
@@ -37,14 +35,10 @@ _PARTS = {
 
 def why_not(problem: Problem) -> str | None:
     """Returns None if the matmuls can be made as the problem's precision says, else the reason."""
-    precision = problem.precision
-    if problem.dtype in (jnp.bfloat16, jnp.float16):
-        exact = not isinstance(precision, (jax.lax.DotAlgorithm, _Algorithm))
-        return None if exact else f"precision={precision}; its matmuls multiply exactly and add in float32"
     if problem.dtype != jnp.float32:
-        return f"{problem.dtype} inputs; its matmuls are of 16 bits or float32, and nothing is downcast silently"
-    if not all(each in _PARTS for each in _each(precision)):
-        return f"precision={precision}; it makes float32 products as BF16_BF16_F32_X3 and BF16_BF16_F32_X6 do"
+        return why_not_16_bits(problem)
+    if not all(each in _PARTS for each in _each(problem.precision)):
+        return f"precision={problem.precision}; it makes float32 products as BF16_BF16_F32_X3 and BF16_BF16_F32_X6 do"
     return None
 
 
@@ -57,6 +51,11 @@ def parts_of(problem: Problem) -> int:
     if problem.dtype != jnp.float32:
         return 1
     return max(_PARTS[each] for each in _each(problem.precision))
+
+
+def largest_head_dim(problem: Problem) -> int:
+    """Returns the largest head dim whose tiles fit shared memory."""
+    return {1: LARGEST_HEAD_DIM, 2: 128, 3: 64}[parts_of(problem)]
 
 
 def operand_dtype(problem: Problem) -> np.dtype:

@@ -1,4 +1,4 @@
-"""The `xla` backend: attention in plain JAX, in chunks; any platform, any float dtype, O(T) memory.
+"""The `xla` backend: attention in plain JAX, in chunks; any platform, any float dtype, memory by the rule of `plan`.
 
 Its code is imported when it first runs.
 """
@@ -28,7 +28,9 @@ def _supports(problem: Problem) -> Support:
         return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     if problem.config is not None:
         return Support.neither(NO_TILES.format(config=problem.config))
-    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None)
+    from pallas_fa.backends.xla import plan
+
+    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, remark=plan.remark(problem))
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:

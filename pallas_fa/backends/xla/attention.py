@@ -12,12 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.backends.xla import chunks
-from pallas_fa.backends.xla.matmuls import cut_keys, heads_first, matmul_dtype, prepare, pv, qk, transpose_grouped, xp
+from pallas_fa.backends.xla import chunks, plan, rows
+from pallas_fa.backends.xla.cotangents import Cotangents
+from pallas_fa.backends.xla.matmuls import (
+    cut_keys,
+    ds_dtype,
+    heads_first,
+    prepare,
+    pv,
+    qk,
+    transpose_grouped,
+    without_padding,
+    xp,
+)
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
-from pallas_fa.softmax import sinks, tile
+from pallas_fa.softmax import tile
 from pallas_fa.softmax.merging import PartialResult
 
 
@@ -29,7 +40,10 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     start = jnp.zeros(shape, problem.dtype), PartialResult.empty(shape, problem.acc_dtype, operands.sinks).lse
     if 0 in (B, T, N, problem.dims.S):
         return start  # every row is empty; a chunk of size 0 would divide by 0
-    q, k, v = prepare(problem, operands)
+    if (queries := plan.whole_rows(problem)) is not None:
+        return rows.forward(problem, operands, queries)
+    lengths = lengths_of(mask)
+    q = without_padding(problem, operands.q, lengths.q_lengths)
     queries, keys = chunks.split_axes(problem)
     over_visited = chunks.loop_over_visited(mask, "kv_range", queries, keys)
 
@@ -39,16 +53,16 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         def kv_step(j, carry):
             state, acc = carry
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
-            k_j, v_j = (cut_keys(problem, operands, x, keys, j) for x in (k, v))
+            k_j, v_j = (cut_keys(problem, x, lengths.kv_lengths, keys, j) for x in (operands.k, operands.v))
             x = problem.scale * qk(problem, q_i, k_j)
             x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)
             p = chunks.dropping(operands.dropout, queries, i, keys, j)(p)
             return state, acc * rescale[..., None] + pv(problem, p, v_j)
 
-        rows = q_i.shape[:3]
-        zeros = jnp.zeros((*rows, problem.Hv), problem.acc_dtype)
-        start = tile.softmax_start(rows, problem.acc_dtype, operands.sinks)
+        shape = q_i.shape[:3]
+        zeros = jnp.zeros((*shape, problem.Hv), problem.acc_dtype)
+        start = tile.softmax_start(shape, problem.acc_dtype, operands.sinks)
         state, acc = over_visited(i, kv_step, (start, zeros))
         factor, lse_i = tile.softmax_finish(state)
         results = (acc * factor[..., None]).astype(problem.dtype), lse_i
@@ -67,19 +81,17 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
       d_out: cotangent of out.
       d_lse: cotangent of lse.
     """
-    operands, out, lse = residuals
+    operands, _, lse = residuals
     score, mask = operands.score, operands.mask
     arrays, acc_dtype = float_arrays(score), problem.acc_dtype
-    lengths = lengths_of(mask)
-    d_out = tile.zero_padding(d_out, lengths.q_lengths)
-    # The row sums of p * dp are those of out * dout, which need no pass over the logits. d_lse enters the same way.
-    delta = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1) - d_lse
-    d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, delta),)
+    cotangents = Cotangents.of(problem, residuals, d_out, d_lse)
+    d_out, delta, d_sinks = cotangents
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
         return *map(jnp.zeros_like, (operands.q, operands.k, operands.v, *arrays)), *d_sinks
-    delta = tile.zero_padding(delta[..., None], lengths.q_lengths)[..., 0]
-    delta = jnp.where(lse == -jnp.inf, 0, delta)  # empty rows, where d_lse may be anything
-    d_out = d_out.astype(matmul_dtype(problem))
+    if (queries := plan.whole_rows(problem)) is not None:
+        *d_qkv, d_arrays = rows.backward(problem, residuals, cotangents, queries)
+        gradients = *d_qkv, *d_arrays, *d_sinks
+        return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))
     q, k, v = prepare(problem, operands)
     queries, keys = chunks.split_axes(problem)
     over_visited = chunks.loop_over_visited(mask, "q_range", keys, queries)
@@ -103,7 +115,8 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
             d_arrays = tuple(
                 chunks.add_tile(d, d_ij, queries, i, keys, j) for d, d_ij in zip(d_arrays, d_arrays_ij, strict=True)
             )
-            dq = queries.add(dq, heads_first(pv(problem, dx, k_j)), i, 1)
+            dx = dx.astype(ds_dtype(problem))
+            dq = queries.add(dq, heads_first(pv(problem, dx, k_j.astype(dx.dtype))), i, 1)
             q_ti, d_out_ti = (queries.cut(x, i, 4) for x in (q_t, d_out_t))
             return dq, dk_j + xp(problem, q_ti, dx), dv_j + xp(problem, d_out_ti, drop(p)), d_arrays
 
@@ -114,7 +127,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
         return dq, dk, dv, d_arrays
 
     # Transposed here, so that no matmul in the loops transposes a tile of logits: up to three times as slow on a CPU.
-    q_t, d_out_t = (transpose_grouped(problem, x) for x in (q, d_out))
+    q_t, d_out_t = (transpose_grouped(problem, x) for x in (q.astype(ds_dtype(problem)), d_out))
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
     d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
     dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), keys.last, kv_step, (*zeros, d_arrays))

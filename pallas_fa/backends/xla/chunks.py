@@ -27,7 +27,7 @@ from pallas_fa.softmax.dropout import Dropout
 _CHUNK_LOGITS = 512**2
 _FEW_LOGITS = 2**19
 _MIN_CHUNK, _MAX_CHUNK = 64, 1024
-_SYMBOLIC = 512  # what a symbolic size counts for in the choice of chunks
+SYMBOLIC = 512  # what a symbolic size counts for in the choice of chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Chunks:
     def count(self) -> int:
         """The number of chunks."""
         return -(-self.size // self.chunk)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one chunk is the whole axis."""
+        return isinstance(self.size, int) and self.chunk == self.size
 
     @property
     def last(self) -> Any:
@@ -76,12 +81,12 @@ class Chunks:
     def cut(self, x: Any, i: Any, axis: int | None = None) -> Any:
         """Returns chunk i of x along `axis`, or x where its size along the axis is 1."""
         axis = self.axis if axis is None else axis
-        if x.shape[axis] == 1:
+        if x.shape[axis] == 1 or self.is_whole:
             return x
         return lax.dynamic_slice_in_dim(x, self.start(i), self.chunk, axis, allow_negative_indices=False)
 
     def replace(self, x: Any, update: Any, i: Any, axis: int) -> Any:
-        """Replaces a chunk of x.
+        """Returns x with another chunk.
 
         Args:
           x: an array of this axis' size along `axis`.
@@ -89,6 +94,8 @@ class Chunks:
           i: its index.
           axis: an axis of x.
         """
+        if self.is_whole:
+            return update
         return lax.dynamic_update_slice_in_dim(x, update, self.start(i), axis, allow_negative_indices=False)
 
     def add(self, x: Any, update: Any, i: Any, axis: int | None = None) -> Any:
@@ -124,15 +131,15 @@ class Chunks:
 def split_axes(problem: Problem) -> tuple[Chunks, Chunks]:
     """Returns the query and key axes in chunks. Tiles are square, but long along one axis where the other is short."""
     dims = problem.dims
-    B, T, S, N = (x if isinstance(x, int) else _SYMBOLIC for x in (dims.B, dims.T, dims.S, dims.N))
+    B, T, S, N = (x if isinstance(x, int) else SYMBOLIC for x in (dims.B, dims.T, dims.S, dims.N))
     logits = min(max(max(T, S) * problem.H, _FEW_LOGITS // (B * N), 128**2), _CHUNK_LOGITS)
     side = max(2 ** int(math.log2(logits) / 2), _MIN_CHUNK)
     q_chunk, kv_chunk = (min(max(side, side**2 // other), _MAX_CHUNK) for other in (S, T))
     page = problem.pages.size if problem.pages else 16
-    return Chunks(2, dims.T, _even_chunk(T, q_chunk)), Chunks(3, dims.S, _even_chunk(S, kv_chunk, page))
+    return Chunks(2, dims.T, even_chunk(T, q_chunk)), Chunks(3, dims.S, even_chunk(S, kv_chunk, page))
 
 
-def _even_chunk(size: int, largest: int, unit: int = 16) -> int:
+def even_chunk(size: int, largest: int, unit: int = 16) -> int:
     """Returns the size of equal chunks, as few as chunks of size `largest`; a multiple of `unit` if there are several."""
     count = -(-size // largest)
     return size if count == 1 else -(-size // (unit * count)) * unit
@@ -156,18 +163,34 @@ def visits(
         mask = all_of([part for kind in (Causal, Window, Lengths) for part in parts_of(mask, kind)])
     if mask is None:
         return lambda i: (np.int32(0), inner.last)
-    lo, hi = getattr(mask, question)(*_tiles(outer))
-    xnp = intervals.array_module(lo, hi)
-    lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), inner.size)
-    needed = lo < hi
-    lo, hi = xnp.where(needed, lo, inner.size), xnp.where(needed, hi, 0)
-    lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], outer.count)).reshape(-1, outer.count) for x in (lo, hi))
+    lo, hi = hull(mask, question, outer, inner.size)
     # Nothing is negative here; `//` on JAX arrays would be ten operations. Decision record: xla/fewer-primitives.
-    divide = np.floor_divide if xnp is np else lax.div
+    divide = np.floor_divide if isinstance(lo, np.ndarray) else lax.div
     chunk = np.int32(inner.chunk)
-    first, end = divide(lo.min(axis=0), chunk), divide(hi.max(axis=0) + (chunk - 1), chunk)
+    first, end = divide(lo, chunk), divide(hi + (chunk - 1), chunk)
     at = lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
     return lambda i: (at(first, i), at(end, i))
+
+
+def hull(mask: Mask, question: Literal["kv_range", "q_range"], outer: Chunks, size: Any) -> tuple[Any, Any]:
+    """Returns the interval of positions of the other axis that each outer chunk needs, for any batch entry or head.
+
+    Args:
+      mask: a bound mask.
+      question: "kv_range" if the other axis has the keys, "q_range" if it has the queries.
+      outer: the axis in chunks.
+      size: that of the other axis.
+
+    Returns:
+      (starts, ends), each int32 [chunks], of NumPy where they are known while tracing. An empty interval is (size, 0).
+    """
+    lo, hi = getattr(mask, question)(*_tiles(outer))
+    xnp = intervals.array_module(lo, hi)
+    lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), size)
+    needed = lo < hi
+    lo, hi = xnp.where(needed, lo, size), xnp.where(needed, hi, 0)
+    lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], outer.count)).reshape(-1, outer.count) for x in (lo, hi))
+    return lo.min(axis=0), hi.max(axis=0)
 
 
 def loop_over_visited(

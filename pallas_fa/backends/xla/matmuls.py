@@ -17,24 +17,33 @@ def matmul_dtype(problem: Problem) -> Any:
     return problem.dtype if problem.dtype.itemsize > 1 else jnp.float32
 
 
+def ds_dtype(problem: Problem) -> Any:
+    """Returns the dtype of dS in its matmuls: float32 for float16 inputs, since dS may exceed the largest float16."""
+    return jnp.float32 if problem.dtype == jnp.float16 else matmul_dtype(problem)
+
+
 def prepare(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding; pages as they are."""
+    """Returns q, k and v [B, length, heads, dim] in the dtype of the matmuls, with zeroed padding."""
     lengths = lengths_of(operands.mask)
-    prepared = lambda x, n: x if isinstance(x, Paged) else tile.zero_padding(x, n).astype(matmul_dtype(problem))
     padded = ((operands.q, lengths.q_lengths), (operands.k, lengths.kv_lengths), (operands.v, lengths.kv_lengths))
-    return tuple(prepared(x, n) for x, n in padded)
+    return tuple(without_padding(problem, x, n) for x, n in padded)
 
 
-def cut_keys(problem: Problem, operands: Operands, x: Any, keys: Chunks, j: Any) -> Any:
-    """Returns key chunk j of x, keys or values that `prepare` gave: [B, K, chunk, dim]."""
-    if isinstance(x, Paged):
-        first = lax.div(keys.start(j), jnp.int32(x.size))
-        lengths = lengths_of(operands.mask).kv_lengths
-        rows = x.gather(first, keys.chunk // x.size)
-        x = tile.zero_padding(rows, lengths - keys.start(j)).astype(matmul_dtype(problem))
-    else:
-        x = keys.cut(x, j, 1)
-    return heads_first(x)
+def without_padding(problem: Problem, x: Any, lengths: Any) -> Any:
+    """Returns x [B, length, heads, dim] in the dtype of the matmuls, 0 at and past its lengths."""
+    return tile.zero_padding(x, lengths).astype(matmul_dtype(problem))
+
+
+def cut_keys(problem: Problem, x: Any, lengths: Any, keys: Chunks, j: Any) -> Any:
+    """Returns key chunk j of x, keys or values of the call, as `prepare` does, but [B, K, chunk, dim].
+
+    A chunk at a time, so that a decoding step copies neither its cache nor its pages.
+    """
+    start = keys.start(j)
+    rows = (
+        x.gather(lax.div(start, jnp.int32(x.size)), keys.chunk // x.size) if isinstance(x, Paged) else keys.cut(x, j, 1)
+    )
+    return heads_first(without_padding(problem, rows, None if lengths is None else lengths - start))
 
 
 def qk(problem: Problem, a: Any, b: Any) -> Any:
@@ -61,6 +70,14 @@ def xp(problem: Problem, x: Any, p: Any) -> Any:
     p = p.astype(x.dtype).reshape(B, K, G, T, -1)
     dimensions = (((3, 4), (2, 3)), ((0, 1), (0, 1)))
     return lax.dot_general(x, p, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
+
+
+def ptx(problem: Problem, p: Any, x: Any) -> Any:
+    """Multiplies [B, N, T, S] x [B, N, T, H] -> [B, K, S, H], summing over T and the query heads of a group."""
+    B, N, T, _ = x.shape
+    p, x = (a.astype(x.dtype).reshape(B, problem.K, N // problem.K * T, -1) for a in (p, x))
+    dimensions = (((2,), (2,)), ((0, 1), (0, 1)))
+    return lax.dot_general(p, x, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
 
 
 def heads_first(x: Any) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
-from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, pv, qk
+from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, pv, qk
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import diagonals, varying
 from pallas_fa.problem import Operands, Problem
@@ -73,7 +73,7 @@ def _weighted_sums(problem, operands, lse):
 
     def tile_terms(i, j, operands):
         lse, q, k, v, score = operands
-        q, k, v = (jnp.squeeze(x, n).astype(matmul_dtype(problem)) for x, n in ((q, 3), (k, 2), (v, 2)))
+        q, k, v = (jnp.squeeze(x, n).astype(ds_dtype(problem)) for x, n in ((q, 3), (k, 2), (v, 2)))
         score = chunks.cut_diagonals(score, queries, i, keys, j)
         x = chunks.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
         p, lse_j = tile.softmax(keys.mask_overlap(x, j))

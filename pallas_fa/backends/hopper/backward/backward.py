@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.float16_range import in_float16_range
+from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
+from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
@@ -24,9 +26,6 @@ from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
-from pallas_fa.backends.hopper.backward.tile import score_pullback
-from pallas_fa.backends.hopper.dropout import in_memory as dropout_in_memory
-from pallas_fa.backends.hopper.head_dims import padded_backward
 from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import Problem, Residuals
 from pallas_fa.scores.base import float_arrays
@@ -50,17 +49,7 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
                 "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
                 " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
             )
-    return _why_not_score(problem)
-
-
-def _why_not_score(problem):
-    if problem.score is None:
-        return None
-    x, i, scalar = (jax.ShapeDtypeStruct(*like) for like in (((64, 64), "float32"), ((64, 64), "int32"), ((), "int32")))
-    is_scalar = lambda a: a.shape[2:4] == (1, 1) and not jnp.issubdtype(a.dtype, jnp.floating)
-    score = jax.tree.map(lambda a: jax.ShapeDtypeStruct(() if is_scalar(a) else x.shape, a.dtype), problem.score)
-    reason = elementwise.why_not(score_pullback, x, x, scalar, scalar, i, i, score)
-    return reason and f"the score can't run in the backward kernel: {reason}"
+    return why_not_pullback(problem)
 
 
 @in_float16_range
@@ -136,7 +125,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropou
     by_array |= dict(zip(scores.added, added, strict=True))
     for number, (i, x) in enumerate(zip(scores.floats, float_arrays(score), strict=True)):
         if i in by_array:
-            found[number] = _array_gradient(plan, i, by_array[i], x)
+            found[number] = plan.array_gradient(i, by_array[i], x)
     return found
 
 
@@ -152,17 +141,3 @@ def _dq(plan, dq, sums, claims=None):
     everything = slice(None)
     present = ordered(dq.layout, (everything, slice(problem.dims.T), everything, slice(problem.H)))
     return (sums[present] * plan.qk_scale).astype(problem.dtype)
-
-
-def _array_gradient(plan, i, d, x):
-    """The gradient of array i, which is `x`, from what the kernel gave: summed over its broadcast dims."""
-    stationary, streamed, array = plan.visits.stationary, plan.visits.streamed, plan.arrays[i]
-    if array.skewed:
-        d = array.skewed.gradient(d.sum(axis=2) if plan.interpret else d)
-        d = jnp.flip(d, 2) if plan.kind.keys_stationary else d
-    else:
-        d = d[:, :, :stationary, :streamed] if array.kind == "tile" else d[:, :, :stationary, None]
-        d = jnp.swapaxes(d, 2, 3) if plan.kind.keys_stationary else d
-    d = d if plan.dropout_scale is None else d * plan.dropout_scale
-    summed = tuple(axis for axis in range(d.ndim) if x.shape[axis] == 1 and d.shape[axis] > 1)
-    return d.sum(axis=summed, keepdims=True).astype(x.dtype)

@@ -6,10 +6,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.gradient_tile import TilePlace
+from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.padding import zero_stationary
 from pallas_fa.backends.hopper.backward.step import skip, step
-from pallas_fa.backends.hopper.backward.tile import PER_STATIONARY, TilePlace
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces
 
@@ -86,7 +87,7 @@ def _all_heads(w, accs):
     ):
 
         def of_tile(tile, n, before, is_boundary=is_boundary):
-            at = TilePlace(block.b, n, w.start, tile * plan.config.width, w.wg, is_boundary, {}, w.dropout(n))
+            at = TilePlace(block.b, n, w.start, tile * plan.config.width, is_boundary, {}, w.dropout(n))
             step(w, at, before, (), accs)
 
         done = work.for_tiles(plan, block, start, end, done, of_tile)
@@ -102,7 +103,7 @@ def _head(w, n, done, accs):
     first, last = plan.visits.of_block(table, block.b, n, block.number)
     visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
     scalars, dropout = w.scalars(n), w.dropout(n)
-    sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_STATIONARY) for _ in plan.score_gradients.summed)
+    sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_ROW) for _ in plan.score_gradients.summed)
 
     def over(start, end, body, sums):
         """Calls body(tile, steps before it, sums) over tiles [start, end)."""
@@ -117,7 +118,7 @@ def _head(w, n, done, accs):
             tile = work.tile_of_step(plan, block, table, n, tile)
             streamed = tile * plan.config.width
             here = scalars | w.words(n, tile) if is_boundary else scalars
-            at = TilePlace(block.b, n, w.start, streamed, w.wg, is_boundary, here, dropout)
+            at = TilePlace(block.b, n, w.start, streamed, is_boundary, here, dropout)
             return step(w, at, before, sums, accs)
 
         return over(start, end, body, sums)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.backward.tile import TILE, TilePlace
+from pallas_fa.backends.gpu.gradient_tile import TilePlace
+from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tiles import Tiles
 from pallas_fa.masks.lengths import lengths_of

@@ -4,11 +4,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
+from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward.tile import PER_STATIONARY, PER_STREAMED, TileOfLogits, TilePlace
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import add_to_gmem
 
@@ -30,8 +32,8 @@ def probabilities(
     def statistic(name, slot):
         smem = w.scratch[f"{name}_smem"]
         if kind.keys_stationary:
-            return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_STREAMED), shape, [1])
-        return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_STATIONARY), shape, [0])
+            return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_COLUMN), shape, [1])
+        return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_ROW), shape, [0])
 
     def body(s_acc, dp_acc: Any = None):
         # Both start before the first matmul: ptxas would make them wait for it.
@@ -45,7 +47,7 @@ def probabilities(
         if kind.accumulates_qk:
             issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
         s = wgmma.result(s_acc, in_flight=issued)
-        tile = TileOfLogits.load(plan, at, w.scratch, slots.qk)
+        tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
             x = s * scale
             # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
@@ -53,20 +55,13 @@ def probabilities(
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
         p = tile.dropped(plan, tile.zero_where_masked(p))
-        kept = jnp.maximum(p, 0.0) if at.dropout and kind.accumulates_qk else p
-        p_operand = products.operand(problem, kept) if kind.accumulates_pv else None
+        p_operand = products.operand(problem, tile.kept(plan, p)) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
         dp = wgmma.result(dp_acc, in_flight=0)
-        if at.dropout:  # P < 0 where it is dropped: dP is 0 there, and only -delta remains
-            p, dp = abs(p), jnp.where(p > 0.0, dp, statistic("delta", slots.pv))
-        ds = p * dp
-        if plan.padding.behind_mask or plan.scored:
-            ds = tile.zero_where_masked(ds)  # behind the mask there may be NaN, and 0 * NaN is NaN
-        new_sums = sums
-        if plan.problem.score is not None:
-            ds, *gradients = map(tile.zero_where_masked, tile.pullback(x, ds))
-            new_sums = _plus_gradients(w, at, gradients, sums)
+        neg_delta = lambda: statistic("delta", slots.pv)
+        ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, plan.padding.behind_mask or plan.scored)
+        new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
         return p_operand, products.operand(problem, ds), new_sums
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk else 1))
@@ -84,6 +79,14 @@ def _plus_gradients(w, at, gradients, sums):
         w.scratch[f"gradient{i}_smem"][w.wg] = by_array[i]
     plgpu.commit_smem()
     for i in scores.added:
-        target = w.gmem.added[i].at[plan.added_place(i, at)]
+        target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
         add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.wg], target, plan.interpret)
     return sums
+
+
+def _array(w, i, slot):
+    """The part of array i in a tile of this warpgroup, from slot `slot` of its ring."""
+    array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"].at[slot]
+    if array.kind != "row":
+        smem = smem.at[w.wg if array.kind == "tile" else pl.ds(w.wg * 64, 64)]
+    return array.load(smem, (64, w.plan.config.width), TILE)

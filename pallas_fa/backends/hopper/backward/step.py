@@ -8,11 +8,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.gradient_tile import TilePlace
+from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
 from pallas_fa.backends.hopper.backward.probabilities import probabilities
-from pallas_fa.backends.hopper.backward.tile import TILE, TilePlace
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import fence_async_proxy
 

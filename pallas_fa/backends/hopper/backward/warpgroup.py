@@ -7,11 +7,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
 from pallas_fa.backends.hopper.backward.work import Block
-from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.backends.hopper.wgmma import Wgmma
 
 

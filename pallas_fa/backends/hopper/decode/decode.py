@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.hopper.decode.choose import choose
-from pallas_fa.backends.hopper.forward.forward import run, visit_table
-from pallas_fa.backends.hopper.head_dims import padded_forward
+from pallas_fa.backends.hopper.forward.forward import run
 from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax.merging import PartialResult, merge
@@ -29,7 +29,7 @@ def decode(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool = 
     if plan.rows_first:
         rows = grouped_rows.of_operands(problem, operands)
         visited = None if visited is None else grouped_rows.visited(problem, visited)
-    out, lse = run(plan, rows, visit_table(plan, visited))
+    out, lse = run(plan, rows, plan.table_of_visits(visited))
     lse = lse[:, :, : plan.problem.dims.T]
     # In the order of the rows, so that XLA reorders the sum and not each part.
     out, lse = _merged(out, lse if plan.query_layout == "BNTH" else jnp.swapaxes(lse, 1, 2), plan.config.kv_splits)

@@ -9,14 +9,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.dropout import HeadDropout
 from pallas_fa.backends.hopper.forward import epilogue, work
-from pallas_fa.backends.hopper.forward.logits import TILE, Logits
+from pallas_fa.backends.hopper.forward.logits import Logits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.scratch import SUM_COLUMNS, ping_pong_barrier
-from pallas_fa.backends.hopper.forward.softmax import online_softmax
+from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
 from pallas_fa.backends.hopper.wgmma import Wgmma
 from pallas_fa.masks.lengths import lengths_of
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.online_softmax import finish
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
 from pallas_fa.backends.hopper.tiles import pieces
@@ -28,22 +27,9 @@ def store(
 ) -> None:
     """Stores the output and the log-sum-exp of the 64 queries from `t0` on of warpgroup `wg`.
 
-    Args:
-      acc: the sums of p v, one array for each chunk of the head dim.
-      m: [64], the maximum, where lse = m * unit + log(row sum).
-      l: [64, SUM_COLUMNS], the partial row sums.
-      sink: the logit of the head's sink, a scalar; None without sinks.
+    `acc`: the sums of p v, one array for each chunk of the head dim; m, l, unit, sink: as of `finish`.
     """
-    total = l.sum(axis=1)
-    if sink is not None:
-        m, total, rescale = _with_sink(sink, m, total, unit)
-    empty = total == 0
-    factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
-    if plan.problem.dropout is not None:
-        factor = factor * plan.problem.dropout.scale
-    if sink is not None:
-        factor = factor * rescale
-    lse = jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))
+    factor, lse = finish(plan, m, l, unit, sink)
     if plan.blocks.pairs:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
@@ -60,18 +46,6 @@ def store(
         store_lse()
     else:  # past the end lie the rows of the next head
         pl.when(t0 < plan.problem.dims.T)(store_lse)
-
-
-def _with_sink(sink, m, total, unit):
-    """Returns (maximum, row sum, factor of the sums so far), where the sink is one more logit of each row.
-
-    `m`, `total`, `unit`: as in `store`, without the sink; the maximum returned has the unit of m.
-    """
-    sink = jnp.broadcast_to(sink * (1 / unit), m.shape)
-    top = jnp.maximum(m, sink)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    rescale, weight = (jnp.exp2((x - top) * (unit * LOG2E)) for x in (m, sink))
-    return top, total * rescale + weight, rescale
 
 
 def times_rows(chunks: tuple[Any, ...], factor: Any) -> tuple[Any, ...]:

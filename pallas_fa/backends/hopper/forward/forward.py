@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
+from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import Load, drain
@@ -27,7 +27,6 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import by_name, ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
-from pallas_fa.backends.hopper.head_dims import padded_forward
 from pallas_fa.operands.layout import ordered
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
@@ -40,24 +39,8 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
     plan = choose(problem, gpu, interpret)
-    out, lse = run(plan, operands, visit_table(plan, operands.mask))
+    out, lse = run(plan, operands, plan.table_of_visits(operands.mask))
     return out, jnp.swapaxes(lse[:, :, : problem.dims.T], 1, 2)
-
-
-def visit_table(plan: ForwardPlan, mask: Any) -> Any:
-    """Returns which key blocks each query block visits, as `schedule.table` or `visit_lists.table` does.
-
-    None where the mask has no arrays.
-    """
-    dims, config = plan.problem.dims, plan.config
-    if mask is None or not plan.visit_table:
-        return None
-    if plan.visit_lists:
-        states = visit_lists.tile_states(mask, (dims.T, dims.S), (config.block_q, config.block_kv), (True, False))
-        return visit_lists.table(states, descending=True)
-    sizes = config.block_q, dims.T, dims.S, config.block_kv
-    found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
-    return schedule.table(found, plan.blocks.count, plan.blocks.count)
 
 
 def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:

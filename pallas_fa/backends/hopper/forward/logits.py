@@ -1,4 +1,4 @@
-"""Scores and masks on a tile of logits of the forward kernel."""
+"""Scores and masks on the tiles of logits of a warpgroup, with arrays from their rings."""
 
 from typing import Any, NamedTuple
 
@@ -6,14 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.gpu.logits import Place, logits
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.softmax import with_positive_factor
-from pallas_fa.scores.base import evaluate
-
-TILE = plgpu.Layout.WGMMA
 
 
 class Visited(NamedTuple):
@@ -45,24 +42,8 @@ class Logits:
 
         `x`: the products of queries and keys, unscaled.
         """
-        plan, problem, block = self.plan, self.plan.problem, self.block
-        factor = problem.scale
-        if problem.score is None and not is_boundary:
-            return with_positive_factor(x, factor)
-        score, mask = self._arrays(x.shape, i, is_boundary, visited)
-        t = self.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
-        s = self.first_key(i, visited) + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
-        if problem.score is not None:
-            apply = lambda x, t, s, score: evaluate(score, x * problem.scale, block.b, block.n, t, s)
-            x, factor = elementwise.inline_times(apply, x, t, s, score)
-        x, factor = with_positive_factor(x, factor)
-        if is_boundary:
-            if plan.has_padding_keys:
-                x = jnp.where(s < problem.dims.S, x, -jnp.inf)
-            if problem.mask is not None:
-                allowed = elementwise.inline(lambda t, s, mask: mask.allowed(block.b, block.n, t, s), t, s, mask)
-                x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
-        return x, factor
+        at = Place(self.block.b, self.block.n, self.t0, self.first_key(i, visited))
+        return logits(self.plan, x, at, is_boundary, lambda: self._arrays(x.shape, i, is_boundary, visited))
 
     def first_key(self, i: Any, visited: "Visited | None") -> Any:
         """Returns the first key of step i."""

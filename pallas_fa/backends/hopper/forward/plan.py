@@ -2,21 +2,17 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.backends.gpu.arrays import KernelArrays
+from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
-from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands.layout import Layout
-from pallas_fa.problem import Problem
 
 
 class OperandTiles(NamedTuple):
@@ -29,12 +25,10 @@ class OperandTiles(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(ForwardCore):
     """All that is static in one kernel."""
 
-    problem: Problem
     config: ForwardConfig
-    interpret: bool = False
     rows_first: bool = False  # queries and output are in the layout "BNTH", whatever the problem's is
 
     @property
@@ -62,28 +56,6 @@ class ForwardPlan:
         return OperandTiles(q, k, v, out)
 
     @functools.cached_property
-    def arrays(self) -> KernelArrays:
-        """The arrays of score and mask; rows have one value per key."""
-        problem, mask = self.problem, self.problem.mask
-        mask = jax.eval_shape(self.in_tiles, mask) if self.visit_lists else mask
-        return KernelArrays.of(problem.score, mask, problem.dims)
-
-    @property
-    def visit_lists(self) -> bool:
-        """Whether CTAs read from lists which key blocks they visit, since a block mask leaves gaps."""
-        return self.problem.mask is not None and self.problem.mask.has_blocks
-
-    def in_tiles(self, mask: Any) -> Any:
-        """Returns what a CTA tests of a mask that has lists."""
-        dims, c = self.problem.dims, self.config
-        return mask.in_tiles((dims.T, dims.S), (c.block_q, c.block_kv))
-
-    @property
-    def visit_table(self) -> bool:
-        """Whether CTAs read from a table which key blocks they visit, since the mask has arrays."""
-        return bool(jax.tree.leaves(self.problem.mask))
-
-    @functools.cached_property
     def blocks(self) -> QueryBlocks:
         """The query blocks of one head, and how CTAs share them."""
         c, T = self.config, self.problem.dims.T
@@ -107,14 +79,9 @@ class ForwardPlan:
         return pages.boxes(self.problem.pages, self.config.block_kv)
 
     @property
-    def kv_blocks(self) -> int:
-        """Key blocks of a sequence."""
-        return -(-self.problem.dims.S // self.config.block_kv)
-
-    @property
     def has_padding_keys(self) -> bool:
         """Whether a step may see keys past the end of the sequence."""
-        return self.problem.dims.S % self.config.block_kv > 0 or self.config.kv_splits > 1
+        return super().has_padding_keys or self.config.kv_splits > 1
 
     @property
     def ping_pong(self) -> bool:
@@ -143,23 +110,3 @@ class ForwardPlan:
         """Whether the output, whose tiles differ from those of the queries, takes their shared memory all the same."""
         q, out = (x.copies * x.chunk * x.dtype.itemsize for x in (self.tiles.q, self.tiles.out))
         return self.separate_out and not self.blocks.pairs and q == out and not self.interpret
-
-    @property
-    def score_streams(self) -> bool:
-        """Whether every step needs its rows and tiles of arrays. Scores apply everywhere, masks in boundary blocks."""
-        return any(i < self.arrays.in_score for i in self.arrays.streamed)
-
-    @property
-    def subtract_max(self) -> bool:
-        """Whether the softmax subtracts the maximum.
-
-        A score with a bound, such as a soft cap, needs no maximum: exp(60) = 1e26, and sums of 10^7 of them, are float32
-        and bfloat16 numbers as good as any (evidence: forward/soft-cap-without-maximum).
-        """
-        bound = None if self.problem.score is None else self.problem.score.bound
-        return bound is None or bound > 60 or self.problem.dtype != jnp.bfloat16
-
-    @property
-    def zeroes_padding(self) -> bool:
-        """Whether values past the key length must be zeroed: they may be NaN, and 0 * NaN is NaN."""
-        return lengths_of(self.problem.mask).kv_lengths is not None

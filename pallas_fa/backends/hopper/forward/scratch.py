@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
+from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.tiles import over_another
-
-SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
 
 def scratch(plan: ForwardPlan) -> dict[str, Any]:

@@ -1,24 +1,24 @@
-"""Masks, scores and their derivatives on one tile of logits [stationary, streamed] of the backward kernel."""
+"""Masks, scores and their derivatives on one tile of logits [stationary, streamed] of a backward kernel."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
-from pallas_fa.backends.hopper.backward.plan import BackwardPlan
-from pallas_fa.backends.hopper.dropout import HeadDropout
+from pallas_fa.backends.gpu.backward_plan import BackwardCore
+from pallas_fa.backends.gpu.dropout import HeadDropout
+from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
-
-TILE, PER_STATIONARY, PER_STREAMED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 class TilePlace(NamedTuple):
-    """Where a tile is: batch entry, query head, its first stationary and streamed position, the warpgroup in its CTA.
+    """Where a tile of a warpgroup is: batch entry, query head, its first stationary and its first streamed position.
 
     `is_boundary`: whether the mask may hide some of it; `scalars`: the arrays without positions and the words, by number.
     `dropout`: that of the head, or None.
@@ -28,7 +28,6 @@ class TilePlace(NamedTuple):
     n: Any
     stationary: Any
     streamed: Any
-    wg: Any
     is_boundary: bool
     scalars: dict[int, Any]
     dropout: HeadDropout | None
@@ -48,16 +47,16 @@ class TileOfLogits:
     allowed: Any = None
 
     @classmethod
-    def load(cls, plan: BackwardPlan, at: TilePlace, scratch: dict[str, Any], slot: Any) -> "TileOfLogits":
-        """Loads what this tile needs, with arrays from slot `slot` of their rings."""
+    def of(cls, plan: BackwardCore, at: TilePlace, load: Callable[[int], Any]) -> "TileOfLogits":
+        """Returns it for a tile of a warpgroup; load(i) loads the part of array i in the tile, not of scalars and words."""
         dims, c, problem = plan.problem.dims, plan.config, plan.problem
         if problem.score is None and not at.is_boundary:
             return cls(at)
-        shape = 64, c.width
+        shape = c.rows, c.width
         stationary = at.stationary + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
         streamed = at.streamed + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         t, s = (streamed, stationary) if plan.kind.keys_stationary else (stationary, streamed)
-        score, mask = plan.arrays.unflatten([_array(plan, i, at, scratch, slot) for i in range(len(plan.arrays))])
+        score, mask = plan.arrays.unflatten([_array(plan, i, at, shape, load) for i in range(len(plan.arrays))])
         if not at.is_boundary:
             return cls(at, t, s, score)
         tests = []
@@ -78,7 +77,7 @@ class TileOfLogits:
         """Returns x, with 0 in the places of pairs that are not allowed."""
         return x if self.allowed is None else jnp.where(self.allowed, x, 0.0)
 
-    def dropped(self, plan: BackwardPlan, p: Any) -> Any:
+    def dropped(self, plan: BackwardCore, p: Any) -> Any:
         """Returns P after dropout, unscaled; where dS is computed from it, -P in the places of what is dropped."""
         keys_by_queries, at = plan.kind.keys_stationary, self.at
         if at.dropout is None:
@@ -86,6 +85,33 @@ class TileOfLogits:
         t0, s0 = (at.streamed, at.stationary) if keys_by_queries else (at.stationary, at.streamed)
         options = dict(keys_by_queries=keys_by_queries, negate=plan.kind.accumulates_qk)
         return at.dropout.apply(p, t0, s0, **options)
+
+    def kept(self, plan: BackwardCore, p: Any) -> Any:
+        """Returns the operand of the matmul for dV, from what `dropped` gave."""
+        return jnp.maximum(p, 0.0) if self.at.dropout and plan.kind.accumulates_qk else p
+
+    def d_logits(
+        self, plan: BackwardCore, x: Any, p: Any, dp: Any, neg_delta: Callable[[], Any], may_be_nan: bool
+    ) -> tuple[Any, list[Any]]:
+        """Returns (dS, the gradients of the score's float arrays in this tile).
+
+        Args:
+          plan: the pass's.
+          x: scaled logits before the score; not used without one.
+          p: what `dropped` gave.
+          dp: dO V^T - delta.
+          neg_delta: returns -delta, broadcast to the tile.
+          may_be_nan: whether there may be NaN behind the mask; 0 * NaN is NaN.
+        """
+        if self.at.dropout:  # P < 0 where it is dropped: dP is 0 there, and only -delta remains
+            p, dp = abs(p), jnp.where(p > 0.0, dp, neg_delta())
+        ds = p * dp
+        if may_be_nan:
+            ds = self.zero_where_masked(ds)
+        if plan.problem.score is None:
+            return ds, []
+        ds, *gradients = map(self.zero_where_masked, self.pullback(x, ds))
+        return ds, gradients
 
     def scores(self, x: Any) -> Any:
         """Returns logits after the score."""
@@ -100,19 +126,16 @@ class TileOfLogits:
         return elementwise.inline(pullback, x, dy, self.t, self.s, self.score)
 
 
-def _array(plan, i, at, scratch, slot):
+def _array(plan, i, at, shape, load):
     """Array i for this tile: broadcast to it, or a scalar without a gradient; None for a mask's array in a full tile."""
-    array, shape, in_score = plan.arrays[i], (64, plan.config.width), i < plan.arrays.in_score
+    array, in_score = plan.arrays[i], i < plan.arrays.in_score
     if not in_score and not at.is_boundary:
         return None
-    if array.kind in ("scalar", "word"):
-        x = array.restore(at.scalars[i])
-        gets_gradient = in_score and jnp.issubdtype(array.dtype, jnp.floating)
-        return lax.broadcast_in_dim(x, shape, []) if gets_gradient else x
-    smem = scratch[f"array{i}_smem"].at[slot]
-    if array.kind == "column":
-        smem = smem.at[pl.ds(at.wg * 64, 64)]
-    return array.load(smem.at[at.wg] if array.kind == "tile" else smem, shape, TILE)
+    if array.kind not in ("scalar", "word"):
+        return load(i)
+    x = array.restore(at.scalars[i])
+    gets_gradient = in_score and jnp.issubdtype(array.dtype, jnp.floating)
+    return lax.broadcast_in_dim(x, shape, []) if gets_gradient else x
 
 
 def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any) -> tuple[Any, ...]:
@@ -122,3 +145,14 @@ def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any) 
     arrays = tuple(a.astype(jnp.float32) for a in float_arrays(score))
     dx, gradients = jax.vjp(apply, x, arrays)[1](dy)
     return dx, *gradients
+
+
+def why_not_pullback(problem: Problem) -> str | None:
+    """Returns None if the derivative of the problem's score lowers in a kernel, else the reason."""
+    if problem.score is None:
+        return None
+    x, i, scalar = (jax.ShapeDtypeStruct(*like) for like in (((64, 64), "float32"), ((64, 64), "int32"), ((), "int32")))
+    is_scalar = lambda a: a.shape[2:4] == (1, 1) and not jnp.issubdtype(a.dtype, jnp.floating)
+    score = jax.tree.map(lambda a: jax.ShapeDtypeStruct(() if is_scalar(a) else x.shape, a.dtype), problem.score)
+    reason = elementwise.why_not(score_pullback, x, x, scalar, scalar, i, i, score)
+    return reason and f"the score can't run in the backward kernel: {reason}"

@@ -1,6 +1,6 @@
 """Dropout on a tile of probabilities in registers: `softmax.dropout`, with one call of the generator for four elements.
 
-A thread of a WGMMA tile holds rows r and r + 8 of each 16, and columns c and c + 8 of each 16. Where tiles start at
+A thread of a tile in registers holds rows r and r + 8 of each 16, and columns c and c + 8 of each 16. Where tiles start at
 multiples of 16, these four elements are {t, t ^ 8} x {s, s ^ 8}, whichever of the two the rows are. Elsewhere, as on a
 shard of odd length, each element takes a call.
 """
@@ -17,11 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.softmax.dropout import PARTNER, ROUNDS, Dropout
 from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
-
-TILE = plgpu.Layout.WGMMA
-_ROWS, _COLUMNS = TILE.reduce(1), TILE.reduce(0)
 
 
 def in_memory(dropout: Dropout) -> jax.Array:
@@ -58,7 +56,7 @@ class HeadDropout(NamedTuple):
         """Returns x where it is kept, elsewhere 0, or -x with `negate`.
 
         Args:
-          x: float32 [64, columns], queries by keys.
+          x: float32 [rows, columns], rows a multiple of 64, queries by keys.
           t0: the first query of the tile, counted from the first here, as `s0` is.
           s0: its first key.
           keys_by_queries: x is [keys, queries].
@@ -66,8 +64,8 @@ class HeadDropout(NamedTuple):
         """
         t0, s0 = t0 + self.first_query, s0 + self.first_key
         row0, column0 = (s0, t0) if keys_by_queries else (t0, s0)
-        rows = row0 + plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=_ROWS)
-        columns = column0 + plgpu.broadcasted_iota(jnp.int32, x.shape[1:], 0, layout=_COLUMNS)
+        rows = row0 + plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=PER_ROW)
+        columns = column0 + plgpu.broadcasted_iota(jnp.int32, x.shape[1:], 0, layout=PER_COLUMN)
         if not self.by_fours:
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             keeps = elementwise.inline(self._keeps, *(_along(i, x.shape, i is rows) for i in (t, s)))
@@ -78,7 +76,7 @@ class HeadDropout(NamedTuple):
         else:
             rows = rows ^ self.offset
         run: Any = plgpu.inline_mgpu(
-            arg_types=(TILE, _ROWS, _COLUMNS, plgpu.Layout.WG_SPLAT),
+            arg_types=(TILE, PER_ROW, PER_COLUMN, plgpu.Layout.WG_SPLAT),
             return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
         )(_Select(self.threshold, keys_by_queries, negate))
         return run(x, rows, columns, self.key)
@@ -102,9 +100,15 @@ class _Select(NamedTuple):
     def __call__(self, _: Any, x: Any, rows: Any, columns: Any, key: Any) -> Any:
         key = key.registers[()]
         round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
-        row = _element(rows.registers.reshape(-1)[0], 0)
-        # Vectors of two columns: [columns / 8, 2], r + 8 after r.
-        registers, columns = x.registers.reshape(x.shape[1] // 8, 2).copy(), columns.registers.reshape(-1)
+        # Vectors of two columns: [rows / 64, columns / 8, 2], r + 8 after r.
+        tiles = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2).copy()
+        rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)
+        for registers, row in zip(tiles, rows, strict=True):
+            self._drop(registers, _element(row, 0), columns, round_keys)
+        return mgpu.FragmentedArray(_registers=tiles.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
+
+    def _drop(self, registers, row, columns, round_keys):
+        """Does so for 64 rows, in place."""
         four = list(itertools.product(range(2), range(2)))
         for i in range(0, len(registers), 2):
             chosen = {place: [] for place in four}
@@ -118,8 +122,6 @@ class _Select(NamedTuple):
             for of_column, of_row in four:
                 like = registers[i + of_column, of_row].type
                 registers[i + of_column, of_row] = vector.from_elements(like, chosen[of_column, of_row])
-        registers = registers.reshape(x.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     def _select(self, word, high_half, value):
         word = word if high_half else arith.shli(word, _word(16))

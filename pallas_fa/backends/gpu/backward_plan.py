@@ -1,0 +1,122 @@
+"""What is static in any pass of a backward kernel, whatever instructions it uses."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_fa.backends.gpu.arrays import KernelArrays
+from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.score_gradients import ScoreGradients
+from pallas_fa.backends.gpu.skewed import ROWS
+from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
+from pallas_fa.operands import diagonals
+from pallas_fa.problem import Problem
+
+
+def has_per_query_gradients(problem: Problem) -> bool:
+    """Whether an array of the score has one value per query and a gradient, a sum over keys."""
+    is_per_query = lambda x: not diagonals.spans(x) and x.shape[2] > 1 and x.shape[3] == 1
+    leaves = jax.tree.leaves(problem.score)
+    return any(is_per_query(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardCore:
+    """The problem, the pass, its tiles, and what follows from these. `interpret`: for JAX's GPU interpret mode.
+
+    `config` has the positions of a stationary block (`block`), those that a warpgroup holds (`rows`), and those of a
+    streamed tile (`width`).
+    """
+
+    problem: Problem
+    kind: Pass
+    config: Any
+    gpu: Gpu
+    interpret: bool = False
+
+    @property
+    def stationary(self) -> int:
+        """The length of the sequence that CTAs hold blocks of."""
+        return self.problem.dims.S if self.kind.keys_stationary else self.problem.dims.T
+
+    @property
+    def streamed(self) -> int:
+        """The length of the other sequence."""
+        return self.problem.dims.T if self.kind.keys_stationary else self.problem.dims.S
+
+    @property
+    def visits(self) -> StreamedVisits:
+        """Which tiles each CTA visits."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def arrays(self) -> KernelArrays:
+        """The arrays of score and mask; rows have one value per streamed position, columns one per stationary position."""
+        problem, mask = self.problem, self.problem.mask
+        mask = jax.eval_shape(self.visits.in_tiles, mask) if self.visits.listed else mask
+        return KernelArrays.of(problem.score, mask, problem.dims, transposed=self.kind.keys_stationary)
+
+    @functools.cached_property
+    def score_gradients(self) -> ScoreGradients:
+        """The arrays whose gradients this pass gives."""
+        return ScoreGradients.of(self.problem.score, self.arrays, self.kind)
+
+    @property
+    def scored(self) -> bool:
+        """Whether logits are scaled and scored in registers, and not by where their accumulator starts."""
+        return self.problem.score is not None or self.problem.scale <= 0
+
+    @property
+    def dropout_scale(self) -> float | None:
+        """What gradients are multiplied by at their ends, where there is dropout."""
+        return None if self.problem.dropout is None else self.problem.dropout.scale
+
+    @property
+    def qk_scale(self) -> float:
+        """What the sums of dQ and dK are multiplied by."""
+        return self.problem.scale * (self.dropout_scale or 1.0)
+
+    def added_shape(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of the float32 sums of the gradient of array i, [.., stationary, streamed] or its skewed form.
+
+        JAX's interpreter can't add: there each head, and all 64 rows in the skewed form, have sums of their own.
+        """
+        dims, array, visits = self.problem.dims, self.arrays[i], self.visits
+        lead = (dims.B, dims.N) if self.interpret else (dims.B if array.batched else 1, dims.N if array.per_head else 1)
+        rows = visits.blocks * visits.block
+        if array.skewed is None:
+            return *lead, rows, visits.tiles * visits.tile
+        return *lead, *((rows // ROWS,) if self.interpret else ()), ROWS, array.skewed.width
+
+    def added_place(self, i: int, at: Any, rows: int) -> tuple[Any, ...]:
+        """Returns where so many rows of a tile at `at`, a `TilePlace`, lie in these sums."""
+        array = self.arrays[i]
+        lead = (at.b, at.n) if self.interpret else array.index(at.b, at.n)
+        own = (at.stationary // ROWS,) if self.interpret and array.skewed else ()
+        return *lead, *own, *array.place(pl.ds(at.stationary, rows), pl.ds(at.streamed, self.config.width))
+
+    def summed_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the float32 gradient of an array, one value per stationary position."""
+        return self.problem.dims.B, self.problem.dims.N, self.visits.blocks * self.visits.block
+
+    def array_gradient(self, i: int, d: Any, x: Any) -> Any:
+        """Returns the gradient of array i, which is `x`, from what the kernel gave: summed over its broadcast dims."""
+        array = self.arrays[i]
+        if array.skewed:
+            d = array.skewed.gradient(d.sum(axis=2) if self.interpret else d)
+            d = jnp.flip(d, 2) if self.kind.keys_stationary else d
+        else:
+            d = (
+                d[:, :, : self.stationary, : self.streamed]
+                if array.kind == "tile"
+                else d[:, :, : self.stationary, None]
+            )
+            d = jnp.swapaxes(d, 2, 3) if self.kind.keys_stationary else d
+        d = d if self.dropout_scale is None else d * self.dropout_scale
+        summed = tuple(axis for axis in range(d.ndim) if x.shape[axis] == 1 and d.shape[axis] > 1)
+        return d.sum(axis=summed, keepdims=True).astype(x.dtype)

@@ -1,0 +1,54 @@
+"""Scores and masks on a tile of logits of a forward kernel."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.forward_plan import ForwardCore
+from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.gpu.online_softmax import with_positive_factor
+from pallas_fa.scores.base import evaluate
+
+
+class Place(NamedTuple):
+    """Where a tile of logits is: batch entry, query head, its first query and its first key."""
+
+    b: Any
+    n: Any
+    t0: Any
+    s0: Any
+
+
+def logits(
+    plan: ForwardCore, x: Any, at: Place, is_boundary: bool, load: Callable[[], tuple[Any, Any]]
+) -> tuple[Any, float]:
+    """Returns (y, factor > 0) whose product are the logits after score and mask; -inf where masked.
+
+    Args:
+      plan: the kernel's.
+      x: the products of queries and keys [queries, keys], unscaled.
+      at: where the tile is.
+      is_boundary: whether the mask, or the end of the keys, may hide some of them.
+      load: returns score and mask with their arrays: scalars, or broadcast to the tile; called only where one is needed.
+    """
+    problem = plan.problem
+    factor = problem.scale
+    if problem.score is None and not is_boundary:
+        return with_positive_factor(x, factor)
+    score, mask = load()
+    t = at.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
+    s = at.s0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+    if problem.score is not None:
+        apply = lambda x, t, s, score: evaluate(score, x * problem.scale, at.b, at.n, t, s)
+        x, factor = elementwise.inline_times(apply, x, t, s, score)
+    x, factor = with_positive_factor(x, factor)
+    if is_boundary:
+        if plan.has_padding_keys:
+            x = jnp.where(s < problem.dims.S, x, -jnp.inf)
+        if problem.mask is not None:
+            allowed = elementwise.inline(lambda t, s, mask: mask.allowed(at.b, at.n, t, s), t, s, mask)
+            x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
+    return x, factor

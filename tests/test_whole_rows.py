@@ -1,0 +1,107 @@
+"""The XLA path as it is on GPUs, whole rows of logits, run on the CPU: its results, its rule, its intervals, its memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import masks
+from pallas_fa.backends.xla import intervals_of_keys, plan
+from pallas_fa.backends.xla.chunks import Chunks
+from pallas_fa.masks.lengths import bind
+from pallas_fa.operands.dims import Dims
+from tests.cases import TABLE
+from tests.layers import representatives
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """The rule of GPUs, whatever the platform."""
+    monkeypatch.setattr(plan, "_on_gpu", lambda: True)
+
+
+@pytest.fixture
+def small_rows(as_on_gpu, monkeypatch):
+    """Also chunks of 32 queries, the last ones overlapping, with intervals in multiples of 8 keys, chosen at run time."""
+    monkeypatch.setattr(plan, "_LOGITS_AT_ONCE", 0)
+    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", 0)
+    monkeypatch.setattr(plan, "_FEWEST_QUERIES", 32)
+    monkeypatch.setattr(intervals_of_keys, "_ALIGNMENT", 8)
+    monkeypatch.setattr(intervals_of_keys, "_WORTH_A_CHOICE", 0)
+
+
+@pytest.mark.parametrize("case", sorted(representatives(TABLE), key=str), ids=str)
+@pytest.mark.usefixtures("small_rows", "quick_compilation")
+def test_table(case, check):
+    check(case, "xla", gradients=True)
+
+
+def _told(B, S, N, dtype=jnp.float32, **keywords):
+    x = jax.ShapeDtypeStruct((B, S, N, 64), dtype)
+    told = pallas_fa.explain(x, x, x, implementation="xla", **keywords)
+    return next(line for line in told.splitlines() if line.startswith("xla: "))
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "N", "words"),
+    [
+        (8, 1024, 16, "1024 queries by 1024 keys at a time, 512 MiB"),  # all at once
+        (16, 1024, 16, "128 queries by 1024 keys at a time, 128 MiB"),
+        (2, 4096, 16, "512 queries by 4096 keys at a time, 256 MiB"),
+        (1, 2**17, 16, "128 queries by 131072 keys at a time, 1.02e+03 MiB"),  # 512 bytes for each key and head
+    ],
+)
+@pytest.mark.usefixtures("as_on_gpu")
+def test_explain_says_which_logits_are_in_memory(B, S, N, words):
+    assert words in _told(B, S, N)
+
+
+def test_other_platforms_chunk_keys_too():
+    assert "512 queries by 512 keys at a time" in _told(2, 4096, 16)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_memory_is_that_of_the_rule():
+    """A fifth of what one array of all logits takes, which jax.nn has several of."""
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
+    attend = lambda *qkv: pallas_fa.dot_product_attention(*qkv, implementation="xla", is_causal=True)
+    gradients = jax.jit(lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out))
+    temporary = gradients.lower(x, x, x, x).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 0.6 * 4 * 2 * 4096**2
+
+
+_MASKS = {
+    "causal": (masks.Causal(), [1024, 2048, 3072, 4096]),
+    "window": (masks.Causal() & masks.Window(1023, None), [1024, 1536]),
+    "keys from 3000 after the query": (masks.Window(0, None, offset=3000), [1152, 128]),
+}
+
+
+@pytest.mark.parametrize("name", _MASKS)
+def test_intervals_hold_all_that_a_mask_allows_in_few_widths(name):
+    mask, widths = _MASKS[name]
+    T = S = 4096
+    bound = bind(mask, Dims((1,), T, S, 1))
+    queries = Chunks(2, T, 512)
+    groups = intervals_of_keys.groups(bound, queries, S)
+    assert [group.keys[0].chunk for group in groups] == widths
+    seen = {
+        group.first + n: (int(start), group.keys[0].chunk)
+        for group in groups
+        for n, start in enumerate(group.starts[0])
+    }
+    for i in range(queries.count):
+        lo, hi = bound.kv_range(i * 512, (i + 1) * 512)
+        lo, hi = max(lo, 0), min(hi, S)
+        if lo < hi:
+            start, width = seen[i]
+            assert 0 <= start <= lo and hi <= start + width <= S
+
+
+def test_intervals_that_arrays_give_are_the_shortest_choice_that_holds_them():
+    lengths = jnp.array([700, 2100])
+    bound = bind(masks.Lengths(None, lengths), Dims((2,), 4096, 4096, 1))
+    (group,) = intervals_of_keys.groups(bound, Chunks(2, 4096, 512), 4096)
+    assert [keys.chunk for keys in group.keys] == [512, 1024, 2048, 4096]
+    np.testing.assert_array_equal(group.choice, np.full(8, 3), "2100 keys, of the longest sequence")
