@@ -84,9 +84,11 @@ class Problem:
     sinks: Any = None
     dropout: Dropout | None = None
     pages: Paged | None = None  # of the keys, where they are in pages
+    values_in_keys: bool = False  # the values are the first columns of the keys, as in latent attention
     precision: Any = None
     deterministic_gradients: bool = False
     forward_mode: bool = False
+    part_of_keys: bool = False  # whether a backward's out and lse are those of more keys than it gets
     layout: Layout = "BTNH"
     config: Any = None
 

@@ -33,6 +33,8 @@ FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
+APPEND = "tests/test_cache.py -k rows"
+PAGES = "tests/test_paged_attention.py"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -65,12 +67,23 @@ MUTATIONS = (
     Mutation("context_parallel/whole_blocks.py", "mask=mask, sinks=None)", "mask=mask)", "tests/test_context_parallel.py"),
     Mutation("context_parallel/decode_attention.py", "Part((0, 0, 0, start)", "Part((0, 0, 0, 0)", OVER_DEVICES),
     Mutation("context_parallel/decode_attention.py", "mask, dropout", "mask, operands.sinks, dropout", OVER_DEVICES),
+    Mutation("cache/allocator.py", "if not self._users[page]", "", "tests/test_cache.py -k Alloc"),
+    Mutation("cache/rows.py", "jnp.cumprod(real & has_room,", "jnp.cumprod(real,", APPEND),
+    Mutation("cache/paged.py", "(index >= 0) & (index < P)", "(index < P)", APPEND),
+    Mutation("cache/ragged.py", "- done - queries)", "- done)", "tests/test_ragged.py -k dense"),
+    Mutation("operands/pages.py", "table = jnp.clip(table, 0, self.count - 1)", "pass", f"{PAGES} -k nearest"),
+    Mutation("backends/xla/matmuls.py", "else lengths - start", "else lengths", f"{PAGES} -k page_sizes"),
+    Mutation("backends/hopper/pages.py", "pl.ds(i * box, box)", "pl.ds(0, box)", f"{PAGES} -k interpreted"),
+    Mutation("nn/visible_keys.py", "kv_lengths=last + 1", "kv_lengths=last", "tests/test_flax.py -k filled_part"),
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
     Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
+    Mutation("backends/gpu/stream_k.py", "& (visit == 0)", "", "tests/test_decode.py -k every_visit"),
+    Mutation("backends/gpu/steps.py", "self.last - skipped, 0", "self.last, 0", "tests/test_decode.py -k interpreted"),
+    Mutation("backends/hopper/mla/compute.py", "self._times(acc, rescale), i", "acc, i", "tests/test_mla.py -k interpreted"),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip
 

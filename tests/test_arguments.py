@@ -133,8 +133,8 @@ def test_a_config_for_nobody():
 
 
 def test_the_package_shows_its_public_names_only():
-    functions = {"dot_product_attention", "explain", "paged_attention", "ragged_paged_attention"}
-    public = functions | {"cache", "context_parallel", "masks", "mosaic_gpu", "nn", "scores"}
+    attention = {"dot_product_attention", "mla_decode_attention", "paged_attention", "ragged_paged_attention"}
+    public = attention | {"explain", "cache", "context_parallel", "masks", "mla", "mosaic_gpu", "nn", "scores"}
     assert {name for name in dir(pallas_fa) if not name.startswith("__")} == public
     assert len(pallas_fa.__doc__.splitlines()) > 5
     with pytest.raises(AttributeError, match="no_such_name"):

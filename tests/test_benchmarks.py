@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from benchmarks import measure, rows, run, tune
+from benchmarks import decode, measure, rows, run, tune
 from benchmarks.implementations import parse
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, self_attention, suites
@@ -276,3 +276,30 @@ def test_variants_are_compared_with_the_first():
     assert head[0] == "tiles" and [line[0] for line in (table, other, wrong)] == ["table", "other", "wrong"]
     assert table[3] == "" and float(other[3]) > 0 and wrong[1] == "-" and wrong[-1] == "said so"
     assert float(table[-1]) < 1e-5 and float(other[-1]) < 1e-5
+
+
+DECODING = {
+    "plain": decode.Step(2, 40, N=4, K=2, H=16),
+    "lengths": decode.Step(2, 40, N=4, K=2, H=16, length=24),
+    "window, sinks": decode.Step(2, 40, N=4, K=2, H=16, length=40, window=8, sinks=True),
+    "drafts": decode.Step(2, 40, N=4, K=2, H=16, T=3),
+    "pages": decode.Step(2, 64, N=4, K=2, H=16, length=64, page=16),
+    "latent": decode.Step(2, 40, N=4, K=1, H=24, Hv=16),
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_steps_are_attention(name, monkeypatch):
+    monkeypatch.setattr(decode, "_CACHE_BYTES", 1)
+    step = DECODING[name]
+    q, [cache] = decode.caches_of(step)
+    fn = decode.attend(parse("pallas_fa:xla"), step)
+    assert decode.error_of(jax.jit(fn), step, q, *cache) < 1e-2
+    assert jax.eval_shape(decode.chained(fn, 2), q, [cache]).shape == q.shape
+
+
+def test_what_decoding_steps_read_and_compute():
+    assert DECODING["lengths"].bytes == 2 * (2 * 24 * 2) * 2 * 16  # B, keys and values, heads, H
+    assert DECODING["window, sinks"].bytes == 2 * (2 * 8 * 2) * 2 * 16
+    assert DECODING["latent"].bytes == 2 * (2 * 40) * 24
+    assert DECODING["latent"].flops == 2 * (2 * 4 * 40) * (24 + 16)

@@ -12,10 +12,12 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks, scores
-from pallas_fa.backends import choice
+from pallas_fa.backends import choice, mma
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.record import NEVER_RUN
 from pallas_fa.problem import normalise
 
-NAMES = ("mosaic_gpu", "xla", "reference")
+NAMES = ("mosaic_gpu", "mma", "xla", "reference")
 
 
 def inputs(dtype="float32", H=8):
@@ -221,3 +223,38 @@ def test_nothing_in_the_environment_changes_the_choice():
         return done.stdout
 
     assert said() == said(PALLAS_FA_IMPLEMENTATION="reference", IMPLEMENTATION="reference") != ""
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", ("8.0", "8.6", "8.9", "10.0", "11.0", "12.0", "12.1"))
+def test_other_gpus_than_hopper_run_the_kernels_by_mma_when_named(capability, monkeypatch):
+    gpu = Gpu(capability, 100, 99 * 1024)
+    monkeypatch.setattr(Gpu, "visible", lambda: gpu)
+    call = problem(dtype="bfloat16", H=64)
+    assert chosen(call, None) == "xla"
+    for name in ("mosaic_gpu", "mma"):
+        found = choice.choose(call, name)
+        assert found.backend == found.gradients == mma.backend(gpu, name)
+        assert lines(*inputs("bfloat16", 64))[name] == f"could, but only when named: {NEVER_RUN}"
+    assert chosen(call, ("mosaic_gpu", "xla")) == "mosaic_gpu"
+
+
+def test_hopper_runs_the_kernels_by_mma_when_named():
+    call = problem(dtype="bfloat16", H=64)
+    assert chosen(call, None) == chosen(call, "mosaic_gpu") == "mosaic_gpu"
+    assert chosen(call, "mma") == "mma"
+
+
+def test_older_gpus_run_no_kernels(monkeypatch):
+    monkeypatch.setattr(Gpu, "visible", lambda: Gpu("7.5", 40, 48 * 1024))
+    call = problem(dtype="bfloat16", H=64)
+    assert "7.5" in str(reason("mosaic_gpu", call)) and "8.0 and above" in str(reason("mma", call))
+    assert chosen(call, None) == "xla"
+
+
+def test_explain_says_why_amd_gpus_run_xla(monkeypatch):
+    monkeypatch.setattr(choice, "has_rocm", lambda: True)
+    said = pallas_fa.explain(*inputs("bfloat16", H=64))
+    assert "ROCm" in said.splitlines()[-1] and "xla runs" in said.splitlines()[-1]

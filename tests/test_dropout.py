@@ -281,7 +281,7 @@ class _Words:
 @pytest.mark.parametrize("negate", (False, True))
 def test_what_a_thread_does_with_its_registers(keys_by_queries, negate, monkeypatch):
     """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
-    from pallas_fa.backends.hopper import dropout as kernel
+    from pallas_fa.backends.gpu import dropout as kernel
 
     columns, threshold, key, offset = 64, 20000, 0x12345678, 0x9ABCDEF0
     thread = np.arange(128)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_fa import masks, ragged_paged_attention
 from pallas_fa.backends import reference
@@ -15,6 +17,7 @@ from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import interpreted
+from tests.test_sharding import mesh_of
 
 PAGE, N, K, H, TOKENS, SEQUENCES = 16, 4, 2, 16, 70, 7
 NOTHING = 99999  # in the places of sequences that are not there
@@ -91,8 +94,9 @@ def test_is_what_jax_defines(rng):
 @pytest.mark.parametrize("size", [1, 64])
 def test_blocks_of_any_size(size, rng):
     given = arguments(rng, BATCHES["both"])
-    got = ragged_paged_attention(*given, num_queries_per_block=size, mask_value=-1e30, vmem_limit_bytes=1)
-    np.testing.assert_allclose(got, ragged_paged_attention(*given, implementation="reference"), atol=2e-6)
+    options = dict(num_queries_per_block=size, mask_value=-1e30, vmem_limit_bytes=1)
+    got = jax.jit(functools.partial(ragged_paged_attention, **options))(*given)
+    np.testing.assert_allclose(got, PLAIN(*given), atol=2e-6)
 
 
 def test_keys_and_values_are_not_copied():
@@ -117,6 +121,15 @@ def test_interpreted_kernel_finds_keys_and_values_between_each_other(rng):
     true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
     np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_over_explicit_axes(rng):
+    q, pages, *rest = arguments(rng, BATCHES["both"])
+    mesh = mesh_of(AxisType.Explicit, data=1, model=2)
+    sharded = (jax.device_put(x, NamedSharding(mesh, P(*[None] * (x.ndim - 2), "model", None))) for x in (q, pages))
+    out = jax.jit(ragged_paged_attention)(*sharded, *rest)
+    assert out.sharding.spec == P(None, "model", None)
+    np.testing.assert_allclose(out, PLAIN(q, pages, *rest), atol=2e-6)
 
 
 WRONG = {

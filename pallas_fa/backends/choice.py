@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_fa.backends import hopper, reference, xla
-from pallas_fa.backends.gpu.device import Gpu, cuda_devices
+from pallas_fa.backends import hopper, mma, reference, xla
+from pallas_fa.backends.gpu.device import Gpu, cuda_devices, has_rocm
 from pallas_fa.backends.record import Backend
 from pallas_fa.masks import Causal
 from pallas_fa.masks.base import parts_of
@@ -17,7 +17,13 @@ from pallas_fa.problem import Problem
 
 def backends() -> tuple[Backend, ...]:
     """Returns all backends, in the order in which `implementation=None` tries them."""
-    return hopper.backend(Gpu.visible()), xla.BACKEND, reference.BACKEND
+    return kernels_for(Gpu.visible()), mma.backend(Gpu.visible(), "mma"), xla.BACKEND, reference.BACKEND
+
+
+def kernels_for(gpu: Gpu) -> Backend:
+    """Returns the record named "mosaic_gpu": Hopper's kernels on compute capability 9.0, those by mma.sync elsewhere."""
+    is_hopper = "9.0" in gpu.compute_capability.split(", ")
+    return hopper.backend(gpu) if is_hopper else mma.backend(gpu, "mosaic_gpu")
 
 
 _LET_CHOOSE = "Use implementation=None to let the library choose."
@@ -96,6 +102,11 @@ def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str
             why = backend.supports(problem).only_named
             verdict = "could, but only when named" + (f": {why}" if why else "")
         lines.append(f"{backend.name}: {verdict}")
+    if has_rocm() and chosen is not None and chosen.platform is not None:
+        lines.append(
+            "note: this machine's GPUs run ROCm, for which Pallas Mosaic GPU has no compiler: xla runs this call on them"
+            " unless a kernel is named."
+        )
     if problem.dims.T == 1 < problem.dims.S and any(map(_is_top_left, parts_of(problem.mask, Causal))):
         lines.append(
             "note: with one query, is_causal=True (Causal() aligned top-left) reads key 0 only. To read a cache of keys,"
@@ -115,8 +126,8 @@ def _runs_here(backend):
 def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
     support, other = backend.supports(problem), _gradients(problem, backend, known).name
-    reason = support.backward
-    where += "".join(f"; {words}" for words in (support.remark, support.only_named) if words)
+    reason, words = support.backward, (support.remark, support.memory, support.only_named)
+    where = "; ".join([where, *filter(None, words)])
     if backend.platform is None:
         return where
     if problem.forward_mode:

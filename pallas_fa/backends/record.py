@@ -12,13 +12,14 @@ class Support(NamedTuple):
     """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can.
 
     `remark`: what else it does for the problem, in words that follow its name; None for nothing. `only_named`: why
-    `implementation=None` does not choose it; None where it does.
+    `implementation=None` does not choose it; None where it does. `memory`: which logits it holds at once, in words.
     """
 
     forward: str | None = None
     backward: str | None = None
     remark: str | None = None
     only_named: str | None = None
+    memory: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":
@@ -27,7 +28,6 @@ class Support(NamedTuple):
 
 
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
-NEVER_RUN = "compiled for this GPU, but not run on one yet"
 
 
 NEVER_RUN = "compiled for this GPU, but not run on one yet"

@@ -113,7 +113,9 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"page_layout={layout!r} is not one of {', '.join(map(repr, PAGE_LAYOUTS))}: pages [P, page, K, H], or"
             " [K, P, page, H]. Transpose other arrays."
         )
-    key_pages, value_pages = float_array("key_pages", key_pages), float_array("value_pages", value_pages)
+    arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
+    query, key_pages, value_pages = (float_array(name, x) for name, x in arrays.items())
+    table = int_array("page_table", page_table)
     dims = "[P, page, K, head dim]" if layout == "PSKH" else "[K, P, page, head dim]"
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.ndim != 4 or 0 in x.shape[:3]:
@@ -123,26 +125,17 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"key_pages.shape={tuple(key_pages.shape)} and value_pages.shape={tuple(value_pages.shape)} must agree but for"
             f" the head dim: {dims}. Give each key one value."
         )
-    table = page_table_of(query, page_table)
-    key, value = (Paged(x, table, layout) for x in (key_pages, value_pages))
-    if query.shape[-1] != key_pages.shape[-1]:
-        raise ValueError(
-            f"query.shape={tuple(query.shape)} and key_pages.shape={tuple(key_pages.shape)} have different head dims H."
-            " Project them to one head dim."
-        )
-    return key, value
-
-
-def page_table_of(query: Any, page_table: Any) -> Any:
-    """Returns `page_table`, checked: int32 [B, pages per sequence] for the sequences of `query`."""
-    query, table = float_array("query", query), int_array("page_table", page_table)
+    shape = tuple(query.shape)
     if query.ndim != 4:
+        raise ValueError(f"query.shape={shape} must be [B, T, N, H]. Add the missing dims with jnp.expand_dims.")
+    if shape[-1] != key_pages.shape[-1]:
         raise ValueError(
-            f"query.shape={tuple(query.shape)} must be [B, T, N, H]. Add the missing dims with jnp.expand_dims."
+            f"query.shape={shape} and key_pages.shape={tuple(key_pages.shape)} have different head dims H. Project them to"
+            " one head dim."
         )
-    if table.ndim != 2 or table.shape[0] != query.shape[0]:
+    if table.ndim != 2 or table.shape[0] != shape[0]:
         raise ValueError(
-            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={query.shape[0]} as in"
-            f" query.shape={tuple(query.shape)}. Give each sequence a row of pages, and fill it up with -1."
+            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={shape[0]} as in"
+            f" query.shape={shape}. Give each sequence a row of pages, and fill it up with -1."
         )
-    return as_int32(table)
+    return Paged(key_pages, as_int32(table), layout), Paged(value_pages, as_int32(table), layout)

@@ -120,5 +120,9 @@ class KeyValueCache:
           [B, T, N, Hv]; with `return_residual=True` also lse [B, T, N].
         """
         return dot_product_attention(
-            query, self.key, self.value, key_value_seq_lengths=self.lengths, **last_rows(mask, lengths, arguments)
+            query,
+            self.key,
+            self.value,
+            key_value_seq_lengths=self.lengths,
+            **last_rows(query, mask, lengths, arguments),
         )

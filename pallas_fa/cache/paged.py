@@ -119,5 +119,5 @@ class PagedCache:
             self.value_pages,
             self.page_table,
             self.lengths,
-            **last_rows(mask, lengths, arguments),
+            **last_rows(query, mask, lengths, arguments),
         )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_fa import masks
 from pallas_fa.arguments import mask as checked_mask
 from pallas_fa.masks.base import all_of
@@ -15,10 +17,11 @@ _SAID_BY_CACHE = {
 }
 
 
-def last_rows(mask: Any, lengths: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def last_rows(query: Any, mask: Any, lengths: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of causal attention to a cache, beside the cache and its own lengths.
 
     Args:
+      query: [B, T, N, H].
       mask: an array, a `Mask`, or None.
       lengths: int [B], how many of the queries are real; None for all.
       given: the other arguments of the caller.
@@ -29,7 +32,8 @@ def last_rows(mask: Any, lengths: Any, given: Mapping[str, Any]) -> dict[str, An
     rest = dict(given)
     window = rest.pop("local_window_size", None)
     left, right = window if isinstance(window, (tuple, list)) else (window, window)
-    causal = masks.Causal(align="bottom_right")
+    alone = jnp.shape(query)[-3:-2] == (1,) and lengths is None  # a query that sees all that is there
+    causal = None if alone else masks.Causal(align="bottom_right")
     behind = None if window is None else masks.Window(left, right, align="bottom_right")
     rules = [x for x in (causal, behind, checked_mask(mask)) if x is not None]
     return rest | {"mask": all_of(rules), "query_seq_lengths": lengths}

@@ -1,5 +1,6 @@
 """`ragged_paged_attention`: attention of sequences with any number of queries each, as in continuous batching."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from pallas_fa.arguments import float_array
 from pallas_fa.attention import attend
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
+from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 _BLOCK = 16  # queries: as many as the kernel for few queries takes
 
@@ -74,26 +76,28 @@ def ragged_paged_attention(
     _check(queries, pages, lengths, table, starts, count)
     size = _BLOCK if num_queries_per_block is None else num_queries_per_block
     _check_number("num_queries_per_block", size)
-    blocks = _blocks(queries.shape[0], size, lengths, starts, count[0])
-    row = jnp.arange(size, dtype=jnp.int32)
-    keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         _check_number("sliding_window", sliding_window)
         mask = mask & masks.Window(sliding_window - 1, None, align="bottom_right")
-    out, _ = attend(
-        jnp.take(queries, blocks.first[:, None] + row, axis=0, mode="clip"),
-        keys,
-        values,
-        mask=mask,
-        scale=sm_scale * (1.0 if k_scale is None else k_scale),
-        logits_soft_cap=soft_cap,
-        query_seq_lengths=blocks.queries,
-        key_value_seq_lengths=blocks.keys,
-        implementation=implementation,
+    scale = sm_scale * (1.0 if k_scale is None else k_scale)
+    attend_blocks = functools.partial(
+        attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
     )
-    place = jnp.where(row < blocks.queries[:, None], blocks.first[:, None] + row, queries.shape[0])
-    out = jnp.zeros_like(queries).at[place].set(out, mode="drop")
+
+    @keeping_shardings
+    def run(queries, pages, lengths, table, starts, count):
+        blocks = _blocks(queries.shape[0], size, lengths, starts, count[0])
+        keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
+        row = jnp.arange(size, dtype=jnp.int32)
+        token = blocks.first[:, None] + row
+        of_blocks = jnp.take(queries, token, axis=0, mode="clip")
+        known = dict(query_seq_lengths=blocks.queries, key_value_seq_lengths=blocks.keys)
+        out, _ = attend_blocks(of_blocks, keys, values, **known)
+        token = jnp.where(row < blocks.queries[:, None], token, queries.shape[0])
+        return jnp.zeros_like(queries).at[token].set(out, mode="drop")
+
+    out = run(queries, pages, lengths, table, starts, count)
     return out if v_scale is None else out * jnp.asarray(v_scale, out.dtype)
 
 

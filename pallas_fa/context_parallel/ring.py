@@ -61,7 +61,7 @@ class Ring:
           d_out: cotangent of out.
           d_lse: cotangent of lse.
         """
-        problem = problem.with_operands(residuals.operands)
+        problem = dataclasses.replace(problem.with_operands(residuals.operands), part_of_keys=True)
         return Attention(problem, choose(problem, self.implementation)).backward(residuals, d_out, d_lse)
 
     @property

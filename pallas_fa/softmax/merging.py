@@ -37,3 +37,19 @@ def merge(*results: PartialResult) -> PartialResult:
     total = jnp.where(empty, 1, total)
     out = sum((weight / total)[..., None] * result.out for weight, result in zip(weights, results, strict=True))
     return PartialResult(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
+
+
+def merge_per_element(*results: PartialResult) -> PartialResult:
+    """Returns what `merge` does, of any shapes [...] of lse and [..., Hv] of out.
+
+    Every element of out computes its weights anew, so that XLA can fuse all of it with what uses the result, where `merge`
+    takes two GPU kernels (evidence: decode/stream-k).
+    """
+    lses = [jnp.broadcast_to(result.lse[..., None], result.out.shape) for result in results]
+    top = functools.reduce(jnp.maximum, lses)
+    finite = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp(lse - finite) for lse in lses]
+    total = sum(weights)
+    lse = jnp.where(total == 0, -jnp.inf, finite + jnp.log(total))
+    out = sum(weight * result.out for weight, result in zip(weights, results, strict=True))
+    return PartialResult(out / jnp.where(total == 0, 1, total), lse[..., 0])

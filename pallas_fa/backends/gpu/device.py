@@ -7,7 +7,18 @@ from typing import Any
 import jax
 
 # KB that one CTA (a CUDA thread block) may have, by compute capability; 48 where the capability is not listed.
-_SHARED_MEMORY_KB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
+_SHARED_MEMORY_KB = {
+    "8.0": 163,
+    "8.6": 99,
+    "8.7": 163,
+    "8.9": 99,
+    "9.0": 227,
+    "10.0": 227,
+    "10.3": 227,
+    "11.0": 227,
+    "12.0": 99,
+    "12.1": 99,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +52,16 @@ class Gpu:
 
 def cuda_devices() -> list[Any]:
     """Returns the CUDA GPUs of this process."""
+    return _devices("cuda")
+
+
+def has_rocm() -> bool:
+    """Returns whether this process has GPUs of AMD."""
+    return bool(_devices("rocm"))
+
+
+def _devices(platform):
     try:
-        return jax.devices("cuda")
+        return jax.devices(platform)
     except RuntimeError:
         return []

@@ -11,21 +11,16 @@ from pallas_fa.scores.base import evaluate
 LARGEST_HEAD_DIM = 256
 
 
-def why_not(problem: Problem) -> str | None:
+def why_not(problem: Problem, max_head_dim: int = LARGEST_HEAD_DIM) -> str | None:
     """Returns None if kernels can do `problem` on some GPU, with some tiles, else the reason; says nothing of functions."""
-    return why_not_sizes(problem) or why_not_16_bits(problem)
+    return why_not_sizes(problem, max_head_dim) or why_not_16_bits(problem)
 
 
-def why_not_sizes(problem: Problem, largest_head_dim: int = LARGEST_HEAD_DIM) -> str | None:
-    """Returns None if kernels can do a problem of these sizes, else the reason."""
+def why_not_sizes(problem: Problem, max_head_dim: int, of: str = "") -> str | None:
+    """Returns None if kernels can do a problem of these sizes, else the reason. `of`: what limits head dims, in words."""
     for name, size in (("H", problem.H), ("Hv", problem.Hv)):
-        if size > largest_head_dim:
-            of = (
-                ""
-                if largest_head_dim == LARGEST_HEAD_DIM
-                else f" of {problem.dtype} with precision={problem.precision}"
-            )
-            return f"head dim {name}={size}{of}; it takes at most {largest_head_dim}"
+        if size > max_head_dim:
+            return f"head dim {name}={size}{of}; it takes at most {max_head_dim}"
     if problem.dims.is_symbolic:
         return "a symbolic size; its kernels are made for sizes that are known"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):

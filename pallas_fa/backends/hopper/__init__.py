@@ -14,6 +14,10 @@ def backend(gpu: Gpu) -> Backend:
     """Returns the record of the kernels for `gpu`."""
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
+        if problem.values_in_keys:
+            from pallas_fa.backends.hopper.mla.mla import attention
+
+            return attention(problem, operands, gpu)
         from pallas_fa.backends.hopper.decode.choose import applies
         from pallas_fa.backends.hopper.decode.decode import decode
         from pallas_fa.backends.hopper.forward.forward import forward

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_16_bits
+from pallas_fa.backends.gpu import support
 from pallas_fa.operands.layout import Layout
 from pallas_fa.problem import Problem
+
+_LARGEST_HEAD_DIM = {2: 128, 3: 64}  # whose tiles fit shared memory, by parts
 
 _Precision, _Algorithm = jax.lax.Precision, jax.lax.DotAlgorithmPreset
 # JAX's default and HIGH mean TensorFloat-32 on a GPU, which three products exceed.
@@ -34,12 +36,13 @@ _PARTS = {
 
 
 def why_not(problem: Problem) -> str | None:
-    """Returns None if the matmuls can be made as the problem's precision says, else the reason."""
+    """Returns None if the matmuls can be made as the problem's precision says, with tiles that fit, else the reason."""
     if problem.dtype != jnp.float32:
-        return why_not_16_bits(problem)
+        return support.why_not(problem)
+    precision = f"precision={problem.precision}"
     if not all(each in _PARTS for each in _each(problem.precision)):
-        return f"precision={problem.precision}; it makes float32 products as BF16_BF16_F32_X3 and BF16_BF16_F32_X6 do"
-    return None
+        return f"{precision}; it makes float32 products as BF16_BF16_F32_X3 and BF16_BF16_F32_X6 do"
+    return support.why_not_sizes(problem, _LARGEST_HEAD_DIM[parts_of(problem)], f" of float32 with {precision}")
 
 
 def _each(precision):
@@ -51,11 +54,6 @@ def parts_of(problem: Problem) -> int:
     if problem.dtype != jnp.float32:
         return 1
     return max(_PARTS[each] for each in _each(problem.precision))
-
-
-def largest_head_dim(problem: Problem) -> int:
-    """Returns the largest head dim whose tiles fit shared memory."""
-    return {1: LARGEST_HEAD_DIM, 2: 128, 3: 64}[parts_of(problem)]
 
 
 def operand_dtype(problem: Problem) -> np.dtype:

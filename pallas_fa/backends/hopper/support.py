@@ -7,8 +7,9 @@ import jax
 
 from pallas_fa.backends.gpu import head_dims
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.support import why_not_functions, why_not_sizes
+from pallas_fa.backends.gpu.support import why_not_functions
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.mla import support as mla
 from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.problem import Problem
 
@@ -16,21 +17,21 @@ from pallas_fa.problem import Problem
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
+    if problem.values_in_keys:
+        return mla.supports(problem, gpu)
     kernels = head_dims.padded(problem)
     if problem.pages and kernels is not problem:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
-    reason = (
-        products.why_not(problem)
-        or why_not_sizes(problem, products.largest_head_dim(problem))
-        or _why_no_forward(kernels, gpu)
-    )
+    reason = products.why_not(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     if problem.pages:
         return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
-    only_named = NEVER_RUN if products.parts_of(problem) > 1 else None
+    forward = problem.config and problem.config.forward
+    untried = products.parts_of(problem) > 1 or (forward and forward.stream_k)
+    only_named = NEVER_RUN if untried else None
     return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
 
@@ -76,11 +77,18 @@ def _config_reason(problem):
     if problem.config is None:
         return None
     from pallas_fa.backends.hopper.config import Config
+    from pallas_fa.backends.hopper.decode.choose import MOST_QUERIES
 
     if isinstance(problem.config, Config):
-        split = problem.config.forward is not None and problem.config.forward.kv_splits > 1
-        if split and problem.mask is not None and problem.mask.has_blocks:
+        forward = problem.config.forward
+        if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
+            return None
+        if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
+        if problem.dims.T > MOST_QUERIES:
+            return (
+                f"config={problem.config!r} splits the keys, and T={problem.dims.T} is more than {MOST_QUERIES} queries"
+            )
         return None
     return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
 

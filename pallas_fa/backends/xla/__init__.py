@@ -19,6 +19,8 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 
 def _supports(problem: Problem) -> Support:
+    if problem.pages and problem.dims.has_symbolic_length:
+        return Support.neither("a symbolic length with keys in pages, which are not padded to whole chunks")
     if problem.forward_mode and problem.dims.has_symbolic_length:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
@@ -30,7 +32,7 @@ def _supports(problem: Problem) -> Support:
         return Support.neither(NO_TILES.format(config=problem.config))
     from pallas_fa.backends.xla import plan
 
-    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, remark=plan.remark(problem))
+    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, memory=plan.memory(problem))
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:

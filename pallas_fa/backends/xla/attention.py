@@ -53,7 +53,9 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         def kv_step(j, carry):
             state, acc = carry
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
-            k_j, v_j = (cut_keys(problem, x, lengths.kv_lengths, keys, j) for x in (operands.k, operands.v))
+            cut = lambda x: cut_keys(problem, x, lengths.kv_lengths, keys, j)
+            k_j = cut(operands.k)
+            v_j = k_j[..., : problem.Hv] if problem.values_in_keys else cut(operands.v)
             x = problem.scale * qk(problem, q_i, k_j)
             x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)

@@ -37,7 +37,7 @@ def whole_rows(problem: Problem) -> Chunks | None:
     return Chunks(2, dims.T, even_chunk(dims.T, most))
 
 
-def remark(problem: Problem) -> str | None:
+def memory(problem: Problem) -> str | None:
     """Returns which logits are in memory at once, in words; None where that is not known."""
     if problem.dims.has_symbolic_length or 0 in (problem.dims.T, problem.dims.S):
         return None

@@ -39,10 +39,7 @@ def forward(problem: Problem, operands: Operands, queries: Chunks) -> tuple[Any,
         x = problem.scale * qk(problem, queries.cut(q, i, 2), k_j)
         score_ij = chunks.cut_tile(score, queries, i, keys, j)
         x = chunks.masked_scores(x, score_ij, mask, queries, i, keys, j)
-        # XLA fuses a softmax only where no reshape comes between its parts, and moves reductions to the matmul's shape.
-        bare = score is None and mask is None
-        p, lse_i = tile.whole_rows(x.reshape(x.shape[0], problem.K, -1, x.shape[3]) if bare else x)
-        p, lse_i = p.reshape(x.shape), lse_i.reshape(x.shape[:3])
+        p, lse_i = _softmax(problem, operands, x)
         out_i = pv(problem, chunks.dropping(operands.dropout, queries, i, keys, j)(p), v_j)
         if operands.sinks is not None:
             lse_i, share = sinks.add(operands.sinks, lse_i)
@@ -77,6 +74,9 @@ def backward(
     q, k, v = map(heads_first, prepare(problem, operands))
     d_out, delta, lse = map(heads_first, (cotangents.d_out, cotangents.delta, residuals.lse))
 
+    # In the form of the forward, so that XLA keeps logits and probabilities of a program that has both, and all at once.
+    own = queries.is_whole and operands.sinks is None and not problem.part_of_keys
+
     def step(i, keys, j, carry):
         dq, dk, dv, d_arrays = carry
         k_j, v_j = (keys.cut(x, j, 2) for x in (k, v))
@@ -88,7 +88,7 @@ def backward(
 
         score_ij = chunks.cut_tile(score, queries, i, keys, j)
         x, pullback = jax.vjp(scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij))
-        p = tile.probabilities(x, lse_i)
+        p = _softmax(problem, operands, x)[0] if own else tile.probabilities(x, lse_i)
         drop = chunks.dropping(operands.dropout, queries, i, keys, j)
         dx, d_arrays_ij = pullback(p * (drop(qk(problem, d_out_i, v_j)) - delta_i[..., None]))
         dx = (dx * problem.scale).astype(dtype)
@@ -104,6 +104,15 @@ def backward(
     start = zeros(q, problem.dtype), zeros(k, problem.acc_dtype), zeros(v, problem.acc_dtype), d_arrays
     dq, dk, dv, d_arrays = _over_chunks(problem, mask, queries, step, start)
     return *map(heads_first, (dq, dk, dv)), d_arrays
+
+
+def _softmax(problem, operands, x):
+    """Returns (probabilities, log-sum-exp) of masked logits x [B, N, t, S]."""
+    if operands.score is not None or operands.mask is not None:
+        return tile.whole_rows(x)
+    # In the shape of the matmul, to which XLA moves reductions: it fuses a softmax only where no reshape splits it.
+    p, lse = tile.whole_rows(x.reshape(x.shape[0], problem.K, -1, x.shape[3]))
+    return p.reshape(x.shape), lse.reshape(x.shape[:3])
 
 
 def _over_chunks(problem, mask, queries: Chunks, step: Step, carry: Any) -> Any:

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.online_softmax import finish
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
+from pallas_fa.backends.hopper.forward.work import QueryBlock, result_place
 from pallas_fa.backends.hopper.tiles import pieces
 
 
@@ -30,7 +30,7 @@ def store(
     `acc`: the sums of p v, one array for each chunk of the head dim; m, l, unit, sink: as of `finish`.
     """
     factor, lse = finish(plan, m, l, unit, sink)
-    if plan.blocks.pairs:
+    if plan.several_blocks:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
     out_smem = plan.tiles.out.matrix(smem)
@@ -38,9 +38,9 @@ def store(
         out_smem[wg, i] = x.astype(plan.tiles.out.dtype)
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()
-    rows, entry = pl.ds(t0, 64), result_entry(plan, block)
-    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, entry, rows, block.n)
-    lse_rows = gmem.lse.at[entry, block.n, rows]
+    b, n, row = result_place(plan, block, wg)
+    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, b, pl.ds(row, 64), n)
+    lse_rows = gmem.lse.at[b, n, pl.ds(row, 64)]
     store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[wg], lse_rows)
     if plan.skips_steps or gmem.lse.shape[2] % plan.config.block_q == 0:
         store_lse()

@@ -1,0 +1,1 @@
+"""Multi-head latent attention with absorbed weights, in decoding: keys and values are one array, loaded once."""

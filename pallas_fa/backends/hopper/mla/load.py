@@ -1,0 +1,34 @@
+"""The load warpgroup of the kernel for latent attention."""
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.hopper.mla.plan import HV, KEYS, PIECES, ROWS, H
+from pallas_fa.backends.hopper.mla.work import Work
+
+# In the order in which the warpgroups release the pieces of a pair of key blocks.
+_ORDER = ("rope", 0), ("rope", 1), ("left", 0), ("right", 1), ("right", 0), ("left", 1)
+
+
+def load(work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
+    """Loads the queries, then the pieces of all key blocks, pair after pair."""
+    query, rows = gmem.q.at[work.query], pl.ds(work.row_block * ROWS, ROWS)
+    plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(HV, H - HV)], scratch["p_smem"].at[0], scratch["q_ready"])
+    plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(0, HV)], scratch["q_smem"], scratch["q_ready"])
+
+    @pl.loop(0, work.steps)
+    def _(i):
+        for name, slot in _ORDER:
+            pl.when(i > 0)(lambda name=name, slot=slot: plgpu.barrier_wait(scratch[f"{name}_free"].at[slot]))
+            _load_piece(work, gmem, scratch, name, slot, work.key_block(i, slot))
+
+    for name, slot in _ORDER:  # every completed phase is waited for, before the CTA ends
+        plgpu.barrier_wait(scratch[f"{name}_free"].at[slot])
+
+
+def _load_piece(work, gmem, scratch, name, slot, key_block):
+    start, size = PIECES[name]
+    source = gmem.cache.at[work.b, pl.ds(key_block * KEYS, KEYS), pl.ds(start, size)]
+    plgpu.copy_gmem_to_smem(source, scratch[f"{name}_smem"].at[slot], scratch[f"{name}_ready"].at[slot])

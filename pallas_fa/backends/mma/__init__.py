@@ -1,0 +1,31 @@
+"""Kernels for NVIDIA GPUs of compute capability 8.0 and above, by instructions that all of them have: mma.sync, cp.async.
+
+Importing this imports no part of Pallas.
+"""
+
+import functools
+from typing import Any
+
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.mma.support import supports
+from pallas_fa.backends.record import Backend
+from pallas_fa.problem import Operands, Problem, Residuals
+
+
+@functools.cache
+def backend(gpu: Gpu, name: str) -> Backend:
+    """Returns the record of the kernels for `gpu`. They run only when named, since none has run on a GPU yet."""
+
+    def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
+        from pallas_fa.backends.mma.forward.forward import forward
+
+        return forward(problem, operands, gpu)
+
+    def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+        from pallas_fa.backends.mma.backward.backward import backward
+
+        return backward(problem, residuals, d_out, d_lse, gpu)
+
+    needs = "an NVIDIA GPU of compute capability 8.0 or above"
+    answer = lambda problem: supports(problem, gpu)
+    return Backend(name, answer, forward, backward, platform="cuda", needs=needs)

@@ -1,0 +1,1 @@
+"""The backward kernels by mma.sync."""

@@ -1,0 +1,118 @@
+"""The backward kernels by mma.sync and cp.async: gradients of q, k, v and of the arrays of a score.
+
+They give the same bits from run to run, but for the gradients of arrays to which several CTAs add.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
+from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.float16_range import in_float16_range
+from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
+from pallas_fa.backends.gpu.head_dims import padded_backward
+from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.gpu.row_statistics import row_statistics
+from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.mma.backward.choose import choose
+from pallas_fa.backends.mma.backward.kernel import Backward, Refs
+from pallas_fa.backends.mma.backward.plan import BackwardPlan, passes
+from pallas_fa.backends.mma.backward.scratch import on_gpu
+from pallas_fa.backends.mma.backward.scratch import scratch as scratch_of
+from pallas_fa.problem import Operands, Problem, Residuals
+from pallas_fa.scores.base import float_arrays
+
+
+def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
+    """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
+    for kind in passes(problem):
+        plan = choose(problem, kind, gpu)
+        if not fits(on_gpu(plan), gpu):
+            return "the arrays of the mask and the score need more shared memory than the backward kernel has"
+        if problem.deterministic_gradients and plan.score_gradients.has_unordered_sums(plan.arrays, problem.dims):
+            return (
+                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
+                " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
+            )
+    return why_not_pullback(problem)
+
+
+@in_float16_range
+@padded_backward
+def backward(
+    problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
+) -> tuple[Any, ...]:
+    """Returns the gradients of `operands.differentiable`, each in its array's dtype.
+
+    `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
+    """
+    factor = -LOG2E if problem.score is None else -1.0
+    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
+    dropout = residuals.operands.dropout
+    if dropout is not None:
+        delta = delta / dropout.scale  # dS, and with it all gradients, are scaled at their ends
+    found = {}
+    for kind in passes(problem):
+        plan = choose(problem, kind, gpu, interpret)
+        found |= run(plan, residuals.operands, d_out, neg_lse, delta)
+    count = len(float_arrays(residuals.operands.score))
+    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(count)), *d_sinks
+
+
+def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any) -> dict[Any, Any]:
+    """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays."""
+    q, k, v, score, mask, _, dropout = operands
+    scores, kind = plan.score_gradients, plan.kind
+    arrays = plan.arrays.in_memory(score, plan.visits.in_tiles(mask) if plan.visits.listed else mask)
+    if plan.visits.known is None:
+        arrays.append(plan.visits.table(mask))
+    if dropout is not None:
+        arrays.append(dropout_in_memory(dropout))
+    added = [jax.new_ref(jnp.zeros(plan.added_shape(i), jnp.float32)) for i in scores.added]
+    inputs = dict(dq=q, dk=k, dv=v)
+
+    def flash_attention_backward(*refs, **scratch):  # the name that profilers show
+        Backward(plan, _named(plan, refs), scratch).run()
+
+    results = launch(
+        flash_attention_backward,
+        *((k, v, q, d_out) if kind.keys_stationary else (q, d_out, k, v)),
+        neg_lse,
+        delta,
+        *arrays,
+        *added,
+        out_type=(
+            *(jax.ShapeDtypeStruct(inputs[name].shape, plan.problem.dtype) for name in kind.stored),
+            *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
+        ),
+        ctas=plan.grid.ctas,
+        warpgroups=plan.config.wgs,
+        scratch=scratch_of(plan),
+        semantics=plgpu.LoweringSemantics.Lane,
+    )
+    found: dict[Any, Any] = dict(zip(kind.stored, results, strict=False))
+    by_array = dict(zip(scores.summed, results[len(kind.stored) :], strict=True))
+    by_array |= dict(zip(scores.added, (jax.freeze(ref) for ref in added), strict=True))
+    for number, (i, x) in enumerate(zip(scores.floats, float_arrays(score), strict=True)):
+        if i in by_array:
+            found[number] = plan.array_gradient(i, by_array[i], x)
+    return found
+
+
+def _named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
+    """Returns the operands and results of a pass, in the order of `run`, by name."""
+    queue, scores, kind = list(refs), plan.score_gradients, plan.kind
+    take = lambda count: [queue.pop(0) for _ in range(count)]
+    stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta = take(6)
+    arrays = tuple(take(len(plan.arrays)))
+    visit_table = None if plan.visits.known else queue.pop(0)
+    dropout = None if plan.problem.dropout is None else queue.pop(0)
+    added = dict(zip(scores.added, take(len(scores.added)), strict=True))
+    gradients = dict(zip(kind.stored, take(len(kind.stored)), strict=True))
+    summed = dict(zip(scores.summed, queue, strict=True))
+    operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta
+    return Refs(*operands, arrays, visit_table, dropout, added, gradients, summed)

@@ -1,0 +1,304 @@
+"""The body of a pass of the backward kernels: the gradients of a stationary block, and of a score's arrays.
+
+FlashAttention-2 (Dao, arXiv 2307.08691) in two or three kernels. The following is for keys as the stationary operand; the
+pass for dQ has the roles of queries and keys exchanged. In a step a warpgroup computes S^T = K Q^T, adds P^T dO to dV,
+computes dP^T = V dO^T and adds dS^T Q to dK. P^T and dS^T go from accumulators to left operands in registers.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.dropout import HeadDropout
+from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
+from pallas_fa.backends.gpu.grid import AXIS
+from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
+from pallas_fa.backends.gpu.schedule import is_equal
+from pallas_fa.backends.gpu.skewed import ROWS
+from pallas_fa.backends.mma import arrays
+from pallas_fa.backends.mma.backward.plan import BackwardPlan
+from pallas_fa.backends.mma.cta import Cta
+from pallas_fa.backends.mma.matmuls import Mma
+from pallas_fa.masks.lengths import lengths_of
+
+
+class Refs(NamedTuple):
+    """Device memory by role.
+
+    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
+    None. `added`: sums in device memory, by number of the array. `gradients`: by name. `summed`: by number.
+    """
+
+    stationary_qk: Any
+    stationary_pv: Any
+    streamed_qk: Any
+    streamed_pv: Any
+    neg_lse: Any
+    delta: Any
+    arrays: tuple[Any, ...]
+    visit_table: Any
+    dropout: Any
+    added: dict[int, Any]
+    gradients: dict[str, Any]
+    summed: dict[int, Any]
+
+
+class Sums(NamedTuple):
+    """What accumulates in registers: the gradients of the stationary operands, and arrays with one value per row of these.
+
+    None, or nothing, where the pass does not give it.
+    """
+
+    qk: Any
+    pv: Any
+    arrays: tuple[Any, ...]
+
+
+class Head(NamedTuple):
+    """What a query head brings to each of its steps."""
+
+    n: Any
+    scalars: dict[int, Any]
+    dropout: HeadDropout | None
+    first: Any  # of its steps
+    last: Any
+
+
+class Backward:
+    """What a warpgroup does for its rows of one stationary block."""
+
+    def __init__(self, plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]):
+        self.plan, self.gmem, self.scratch = plan, gmem, scratch
+        self.cta = Cta(plan.config.wgs, scratch, plan.interpret)
+        self.mma = Mma(plan.problem.dtype, plan.interpret)
+        at, c = plan.grid.place(), plan.config
+        self.b, self.head, self.number = at.b, at.head, at.cta
+        if not plan.kind.keys_stationary and plan.problem.mask is not None:
+            self.number = plan.visits.blocks - 1 - at.cta  # under most masks later queries see more keys: longest first
+        self.start = self.number * c.block + self.cta.wg * c.rows
+
+    def run(self) -> None:
+        """Computes the gradients of the block and stores them."""
+        plan, kind, group = self.plan, self.plan.kind, self.plan.problem.group
+        self._load_stationary()
+        shape = lambda tiles: (plan.config.rows, tiles.padded_dim)
+        sums = Sums(
+            self.mma.zeros(*shape(plan.tiles.stationary_qk)) if kind.accumulates_qk else None,
+            self.mma.zeros(*shape(plan.tiles.stationary_pv)) if kind.accumulates_pv else None,
+            (),
+        )
+        if kind.keys_stationary and group > 1:
+            sums = lax.fori_loop(0, group, lambda g, sums: self._head(self.head * group + g, sums), sums)
+        else:
+            sums = self._head(self.head, sums)
+        self._store(sums)
+
+    def _head(self, n, sums):
+        """Adds all steps of query head n: boundary tiles, full tiles, boundary tiles."""
+        plan, table = self.plan, self.gmem.visit_table
+        visits = plan.visits.of_part(table, self.b, n, self.number, 0)
+        dropout = plan.problem.dropout
+        dropout = dropout and HeadDropout.load(dropout, self.gmem.dropout, self.b, n, plan.interpret)
+        # Pallas refuses a static tile that reaches past the end.
+        first = visits.first + lax.mul(lax.axis_index(AXIS), jnp.int32(0))
+        head = Head(n, self._scalars(n), dropout, first, visits.last)
+        self.cta.meet()  # the tiles of the head before are no longer read
+
+        @pl.when(first < visits.last)
+        def _():
+            for a in plan.arrays.of_kind("column"):
+                self._load_array(head, a, 0, 0)
+            self._load_streamed(head, first)
+
+        of_arrays = tuple(self.mma.zeros(plan.config.rows) for _ in plan.score_gradients.summed)
+        sums = sums._replace(arrays=of_arrays)
+        bounds = visits.first, visits.full_first, visits.full_last, visits.last
+        for i, is_boundary in enumerate((True, False, True)):
+            if not is_equal(bounds[i], bounds[i + 1]):
+                step = functools.partial(self._step, head, is_boundary)
+                sums = lax.fori_loop(bounds[i], bounds[i + 1], step, sums)
+        for i, x in zip(plan.score_gradients.summed, sums.arrays, strict=True):
+            self.gmem.summed[i][self.b, n, pl.ds(self.start, plan.config.rows)] = x
+        return sums._replace(arrays=())
+
+    def _step(self, head, is_boundary, i, sums):
+        plan, kind, wg, scratch = self.plan, self.plan.kind, self.cta.wg, self.scratch
+        i = jnp.asarray(i, jnp.int32)
+        slot = self._slot(head, i)
+        self.cta.wait_for_copies()
+        load_next = lambda: pl.when(i + 1 < head.last)(lambda: self._load_streamed(head, i + 1))
+        if plan.config.stages > 1:
+            load_next()
+        streamed_qk, streamed_pv = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
+        s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
+        tile, x, p = self._probabilities(head, is_boundary, i, s, slot)
+        if kind.accumulates_pv:
+            sums = sums._replace(pv=self.mma.plus_product(sums.pv, tile.kept(plan, p), streamed_pv))
+        if kind.accumulates_qk:
+            neg_delta = lambda: self._statistic("delta", slot, p.shape)
+            dp = self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv) + neg_delta()
+            ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, may_be_nan=plan.scored)
+            sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
+            sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
+        if plan.config.stages == 1:
+            self.cta.meet()
+            load_next()
+        return sums
+
+    def _probabilities(self, head, is_boundary, i, s, slot):
+        """(the tile, scaled logits before the score, P)"""
+        plan, scale = self.plan, self.plan.problem.scale
+        number = self._tile(head, i)
+        scalars = head.scalars | self._words(head.n, number) if is_boundary else head.scalars
+        streamed = number * plan.config.width
+        at = TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
+        tile = TileOfLogits.of(plan, at, lambda a: self._array(a, slot, s.shape))
+        neg_lse = self._statistic("neg_lse", slot, s.shape)
+        if plan.problem.score is None:  # in units of log 2
+            x, p = None, jnp.exp2(s * (scale * LOG2E) + neg_lse)
+        else:
+            x = s * scale
+            # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
+            p = jnp.exp2((tile.scores(x) + neg_lse) * LOG2E)
+        return tile, x, tile.dropped(plan, tile.zero_where_masked(p))
+
+    def _plus_gradients(self, at, gradients, sums):
+        """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""
+        if not gradients:
+            return sums
+        plan, scores = self.plan, self.plan.score_gradients
+        by_array = dict(zip(scores.floats, gradients, strict=True))
+        for i in scores.added:
+            for first in range(0, plan.config.rows, ROWS):  # the skewed form has tiles of so many rows
+                place = plan.added_place(i, at._replace(stationary=at.stationary + first), ROWS)
+                self._add(self.gmem.added[i].at[place], by_array[i][first : first + ROWS])
+        return tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
+
+    def _add(self, gmem, x):
+        if self.plan.interpret:  # each tile is added to once
+            gmem[...] = x
+        else:
+            plgpu.atomic_add(gmem, x)
+
+    def _store(self, sums):
+        plan, kind, wg = self.plan, self.plan.kind, self.cta.wg
+        self.cta.wait_for_copies()
+        smem_qk = self.scratch["stationary_qk_smem"]
+        stores = []
+        if kind.accumulates_pv:
+            target = self.scratch.get("stationary_pv_smem", smem_qk).at[wg]
+            dv = sums.pv if plan.dropout_scale is None else sums.pv * plan.dropout_scale
+            target[...] = dv.astype(plan.problem.dtype)
+            stores.append((plan.tiles.stationary_pv, target, "dv"))
+        if kind.accumulates_qk:
+            target = smem_qk.at[wg]
+            target[...] = (sums.qk * plan.qk_scale).astype(plan.problem.dtype)
+            stores.append((plan.tiles.stationary_qk, target, "dk" if kind.keys_stationary else "dq"))
+        self.cta.meet()
+        for tiles, source, name in stores:
+            tiles.store(self.cta.copies, source, self.gmem.gradients[name], self.b, self.start, self.head)
+
+    def _slot(self, head, i):
+        stages = self.plan.config.stages
+        return lax.rem(i - head.first, jnp.int32(stages)) if stages > 1 else 0
+
+    def _tile(self, head, i):
+        """The number of the tile that step i visits."""
+        listed = self.plan.visits.listed
+        return self.plan.visits.list_of(self.gmem.visit_table, self.b, head.n, self.number).tile(i) if listed else i
+
+    def _load_stationary(self):
+        plan, copies, wg = self.plan, self.cta.copies, self.cta.wg
+        # Padding may hold NaN, which would meet the zeros of P and dS.
+        length = self._stationary_length()
+        for name in ("qk", "pv") if plan.kind.accumulates_qk else ("qk",):
+            tiles, gmem = getattr(plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
+            smem = self.scratch[f"stationary_{name}_smem"].at[wg]
+            tiles.load(copies, gmem, self.b, self.start, self.head, smem, length)
+        if not plan.kind.keys_stationary:
+            for name in ("neg_lse", "delta"):
+                gmem = getattr(self.gmem, name).at[self.b, self.head]
+                self._load_row(gmem, self.start, self.scratch[f"{name}_smem"].at[wg])
+
+    def _load_row(self, gmem, first, smem):
+        (count,) = smem.shape
+        limit = None if gmem.shape[0] % count == 0 else gmem.shape[0] - first
+        self.cta.copies.row(gmem.at[pl.ds(first, count)], smem, limit)
+
+    def _load_streamed(self, head, i):
+        plan, width, slot = self.plan, self.plan.config.width, self._slot(head, i)
+        first = self._tile(head, i) * width
+        by_keys = plan.kind.keys_stationary
+        of_head = head.n if by_keys else lax.div(head.n, jnp.int32(plan.problem.group))
+        length = self._length(head.scalars, streamed=True)
+
+        def load(name):
+            tiles, gmem = getattr(plan.tiles, f"streamed_{name}"), getattr(self.gmem, f"streamed_{name}")
+            smem = self.scratch[f"streamed_{name}_smem"].at[slot]
+            tiles.load(self.cta.copies, gmem, self.b, first, of_head, smem, length)
+
+        self.cta.only(0, lambda: load("qk"))
+        self.cta.only(-1, lambda: load("pv"))
+        if by_keys:
+            for name in ("neg_lse", "delta") if plan.kind.accumulates_qk else ("neg_lse",):
+                gmem, smem = getattr(self.gmem, name).at[self.b, head.n], self.scratch[f"{name}_smem"].at[slot]
+                self.cta.only(0, lambda gmem=gmem, smem=smem: self._load_row(gmem, first, smem))
+        for a in plan.arrays.streamed:
+            self._load_array(head, a, first, slot)
+
+    def _load_array(self, head, a, first, slot):
+        array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"]
+        gmem = self.gmem.arrays[a].at[array.index(self.b, head.n)]
+        load = functools.partial(arrays.load, self.cta.copies, array, gmem, self.start, first)
+        if array.kind == "row":
+            self.cta.only(0, lambda: load(smem.at[slot]))
+        else:
+            load(smem.at[(slot, self.cta.wg) if array.kind == "tile" else self.cta.wg])
+
+    def _array(self, a, slot, shape):
+        array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"]
+        at = dict(row=(slot,), column=(self.cta.wg,), tile=(slot, self.cta.wg))[array.kind]
+        return array.load(smem.at[at], shape, TILE)
+
+    def _statistic(self, name, slot, shape):
+        """-lse or -delta, broadcast to a tile."""
+        smem, by_keys = self.scratch[f"{name}_smem"], self.plan.kind.keys_stationary
+        values = plgpu.load(smem.at[slot if by_keys else self.cta.wg], layout=PER_COLUMN if by_keys else PER_ROW)
+        return lax.broadcast_in_dim(values, shape, [1 if by_keys else 0])
+
+    def _scalars(self, n):
+        """The arrays without positions, by number."""
+        of = self.plan.arrays
+        return {i: self.gmem.arrays[i][of[i].index(self.b, n)] for i in of.of_kind("scalar")}
+
+    def _words(self, n, tile):
+        """The arrays that have a word for each tile, by number."""
+        of = self.plan.arrays
+        return {i: self.gmem.arrays[i][(*of[i].index(self.b, n), self.number, tile)] for i in of.of_kind("word")}
+
+    def _length(self, scalars, streamed) -> Any:
+        """The length of the streamed or the stationary sequence; None where that is not shorter than its array."""
+        plan = self.plan
+        of_queries = plan.kind.keys_stationary == streamed
+        _, mask = plan.arrays.with_scalars(scalars)
+        lengths = lengths_of(mask)
+        length = lengths.q_lengths if of_queries else lengths.kv_lengths
+        return None if length is None else jnp.minimum(length, plan.streamed if streamed else plan.stationary)
+
+    def _stationary_length(self) -> Any:
+        """That of the stationary sequence: the longest of the query heads that share it."""
+        plan = self.plan
+        group, first = (
+            (plan.problem.group, self.head * plan.problem.group) if plan.kind.keys_stationary else (1, self.head)
+        )
+        lengths = lengths_of(plan.problem.mask).kv_lengths
+        heads = group if lengths is not None and lengths.shape[1] > 1 else 1
+        longest, *others = (self._length(self._scalars(first + g), streamed=False) for g in range(heads))
+        for other in others:
+            longest = jnp.maximum(longest, other)
+        return longest

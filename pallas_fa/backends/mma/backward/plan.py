@@ -1,0 +1,67 @@
+"""What is static in one pass of the backward kernels by mma.sync: its tiles, its arrays, its CTAs."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.backward_plan import BackwardCore
+from pallas_fa.backends.gpu.grid import Grid, largest_divisor
+from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
+from pallas_fa.backends.mma.config import BackwardConfig
+from pallas_fa.backends.mma.tiles import Tiles
+from pallas_fa.problem import Problem
+
+
+def passes(problem: Problem) -> tuple[Pass, ...]:
+    """Returns the passes over the logits that give all gradients.
+
+    None adds dQ up in device memory, which is slower than to compute the logits again. At head dims past 128 the sums of
+    one gradient fill the registers.
+    """
+    if max(problem.H, problem.Hv) > 128:
+        return Pass(("dv",)), Pass(("dk",)), Pass(("dq",))
+    return Pass(("dk", "dv")), Pass(("dq",))
+
+
+class OperandTiles(NamedTuple):
+    """How the tiles of each operand lie in shared memory, by role (see `Pass`)."""
+
+    stationary_qk: Tiles
+    stationary_pv: Tiles
+    streamed_qk: Tiles
+    streamed_pv: Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan(BackwardCore):
+    """All that is static in one pass."""
+
+    config: BackwardConfig
+
+    @functools.cached_property
+    def tiles(self) -> OperandTiles:
+        """The tiles of the operands."""
+        problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
+        shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
+        q, k, v, d_out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
+        return OperandTiles(k, v, q, d_out) if self.kind.keys_stationary else OperandTiles(q, d_out, k, v)
+
+    @functools.cached_property
+    def visits(self) -> StreamedVisits:
+        """Which tiles each CTA visits."""
+        c = self.config
+        sizes = dict(stationary=self.stationary, streamed=self.streamed, block=c.block, tile=c.width)
+        return StreamedVisits(self.problem.mask, self.kind, self.scored, **sizes, warpgroups=1)
+
+    @property
+    def heads(self) -> int:
+        """Stationary heads of one batch entry."""
+        return self.problem.K if self.kind.keys_stationary else self.problem.dims.N
+
+    @functools.cached_property
+    def grid(self) -> Grid:
+        """The CTAs of the kernel."""
+        B, is_masked = self.problem.dims.B, self.problem.mask is not None
+        group = largest_divisor(B * self.heads, self.config.l2_head_group) if is_masked else 1
+        return Grid(B, self.heads, self.visits.blocks, group)

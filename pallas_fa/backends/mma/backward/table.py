@@ -1,0 +1,42 @@
+"""The table of the backward kernels' tiles."""
+
+from typing import Any, NamedTuple
+
+from pallas_fa.backends.gpu.tables import Row, Table, at_least, up_to
+from pallas_fa.backends.mma.config import BackwardConfig
+
+
+class BackwardFacts(NamedTuple):
+    """What the choice of tiles depends on.
+
+    gives: the gradients of the pass.
+    head_dim: of q, k and v, the largest, rounded up to a multiple of 64.
+    shared_memory: KB that a CTA may have.
+    """
+
+    gives: tuple[str, ...]
+    head_dim: int
+    shared_memory: int
+
+
+_KEYS, _QUERIES = ("dk", "dv"), ("dq",)
+_H64: dict[str, Any] = dict(head_dim=up_to(64))
+_H128: dict[str, Any] = dict(head_dim=up_to(128))
+_LARGE: dict[str, Any] = dict(shared_memory=at_least(160))
+_SMALL = BackwardConfig(1, 64, 32, stages=1), BackwardConfig(1, 64, 16, stages=1)
+
+# The tiles to try, the best first.
+TILES = Table(
+    "backward/mma-tiles",
+    Row((BackwardConfig(1, 128, 32), BackwardConfig(1, 64, 64, stages=1), *_SMALL), **_H64),
+    Row((BackwardConfig(2, 64, 64), BackwardConfig(2, 64, 32), *_SMALL), **_H128, gives=_KEYS, **_LARGE),
+    Row((BackwardConfig(1, 128, 32, stages=1), *_SMALL), **_H128, gives=_QUERIES, **_LARGE),
+    Row((BackwardConfig(2, 64, 32), *_SMALL), **_H128),
+    Row((BackwardConfig(2, 64, 32, stages=1), *_SMALL), **_LARGE),
+    Row(_SMALL),
+)
+
+
+def backward_configs(facts: BackwardFacts) -> tuple[BackwardConfig, ...]:
+    """Returns the tiles to try, the best first."""
+    return TILES.find(facts)

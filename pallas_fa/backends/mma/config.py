@@ -1,0 +1,90 @@
+"""Tiles of the kernels by mma.sync: what `config=` of `dot_product_attention` may name, and what the tables choose from."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Tiles of the forward kernel.
+
+    Args:
+      wgs: warpgroups of a CTA (a CUDA thread block).
+      rows: queries that a warpgroup holds.
+      block_kv: keys of a key block.
+      stages: key blocks in shared memory. With 1, keys are loaded under the softmax and values under Q K^T, as in
+        FlashAttention-2; with 2, a key block is loaded while the one before is used.
+      l2_head_group: heads whose CTAs run concurrently, so that their keys and values stay in the L2 cache.
+    """
+
+    wgs: int = 1
+    rows: int = 128
+    block_kv: int = 64
+    stages: int = 1
+    l2_head_group: int = 8
+
+    def __post_init__(self):
+        _check(self)
+        if self.block_kv not in (16, 32, 64, 128):
+            raise ValueError(f"block_kv={self.block_kv} must be 16, 32, 64 or 128: a tile of logits lies in registers.")
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a query block."""
+        return self.rows * self.wgs
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Tiles of one pass of the backward kernel.
+
+    A CTA holds a block of one sequence, the stationary one, and loops over tiles of the other, the streamed one: keys and
+    queries, or queries and keys in the pass for dQ.
+
+    Args:
+      wgs: warpgroups of a CTA.
+      rows: stationary positions that a warpgroup holds.
+      width: positions of a streamed tile.
+      stages: streamed tiles in shared memory. With 2, one is loaded while the one before is used.
+      l2_head_group: as for the forward kernel.
+    """
+
+    wgs: int = 1
+    rows: int = 64
+    width: int = 64
+    stages: int = 2
+    l2_head_group: int = 8
+
+    def __post_init__(self):
+        _check(self)
+        if self.width not in (16, 32, 64, 128):
+            raise ValueError(f"width={self.width} must be 16, 32, 64 or 128: two tiles of logits lie in registers.")
+
+    @property
+    def block(self) -> int:
+        """Stationary positions of a CTA."""
+        return self.rows * self.wgs
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles for one call, `config=` of `dot_product_attention`. None: those of the tables."""
+
+    forward: ForwardConfig | None = None
+    backward: BackwardConfig | None = None
+
+    def __post_init__(self):
+        for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r} must be a {kind.__name__} of pallas_fa.backends.mma, or None.")
+
+
+def _check(config: ForwardConfig | BackwardConfig) -> None:
+    if config.wgs not in (1, 2, 4):
+        raise ValueError(f"wgs={config.wgs} must be 1, 2 or 4: a CTA has registers for no more.")
+    if config.rows not in (64, 128):
+        raise ValueError(f"rows={config.rows} must be 64 or 128: each of four warps holds 16 rows, once or twice.")
+    if config.stages not in (1, 2):
+        raise ValueError(f"stages={config.stages} must be 1 or 2.")
+    if config.l2_head_group < 1:
+        raise ValueError(f"l2_head_group={config.l2_head_group} must be at least 1.")

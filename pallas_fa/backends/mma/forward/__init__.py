@@ -1,0 +1,1 @@
+"""The forward kernel by mma.sync."""

@@ -1,0 +1,78 @@
+"""Matmuls on the tensor cores by `mma.sync`, for the GPU and for JAX's interpreter.
+
+A warpgroup multiplies: the left operand and the sums lie in its registers, the right operand comes from shared memory
+piece by piece. The sums are float32 arrays in the layout `gpu.layouts.TILE`. Rounded to 16 bits, the registers of such an
+array are those of a left operand, under another name. The interpreter has neither the instruction nor the names.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.layouts import TILE
+
+_K = 16  # of one instruction
+_CHUNK = 64  # columns of the head dim that are in registers at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Mma:
+    """Matmuls of operands of one dtype."""
+
+    dtype: np.dtype
+    interpret: bool
+
+    def zeros(self, *shape: int) -> Any:
+        """Returns sums [rows, columns], or one value per row, that start at 0."""
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE if len(shape) == 2 else TILE.reduce(1))
+
+    def inner_products(self, a: Any, b: Any) -> Any:
+        """Returns a b^T of a [rows, dim] and b [columns, dim] in shared memory."""
+        if self.interpret:
+            return _dot(a[...], b[...].T)
+        x = self.zeros(a.shape[0], b.shape[0])
+        for c in range(0, a.shape[1], _CHUNK):
+            chunk = pl.ds(c, min(_CHUNK, a.shape[1] - c))
+            left = plgpu.load(a.at[:, chunk], layout=self._lhs)
+            x = plgpu.mma(x, left, plgpu.load(b.at[:, chunk].transpose((1, 0)), layout=self._rhs))
+        return x
+
+    def plus_product(self, acc: Any, x: Any, b: Any) -> Any:
+        """Returns acc + x b, for float32 x [rows, positions], rounded here, and b [positions, dim] in shared memory."""
+        x = x.astype(self.dtype)
+        if self.interpret:
+            return acc + _dot(x, b[...])
+        for c in range(0, x.shape[1], _K):
+            left = self._as_left(x[:, c : c + _K])
+            acc = plgpu.mma(acc, left, plgpu.load(b.at[pl.ds(c, _K)], layout=self._rhs))
+        return acc
+
+    @functools.cached_property
+    def _lhs(self):
+        return plgpu.Layout.MMA_LHS(self.dtype)
+
+    @functools.cached_property
+    def _rhs(self):
+        return plgpu.Layout.MMA_RHS(self.dtype)
+
+    def _as_left(self, x):
+        layout = self._lhs
+
+        def relabel(_, x):
+            target = layout.to_mgpu()
+            registers = x.registers.reshape(target.registers_shape(x.shape))
+            return mgpu.FragmentedArray(_registers=registers, _layout=target, _is_signed=x.is_signed)
+
+        left: Any = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+        run: Any = plgpu.inline_mgpu(arg_types=(TILE,), return_type=left)(relabel)
+        return run(x)
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)

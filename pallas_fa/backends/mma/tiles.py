@@ -1,0 +1,54 @@
+"""Tiles of q, k, v, out and their gradients in shared memory, swizzled so that ldmatrix reads them without conflicts."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.mma.copies import Copies
+from pallas_fa.operands.layout import Layout, ordered
+
+_WIDTH = 128  # bytes of a row that lie together
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory."""
+
+    length: int
+    dim: int
+    dtype: np.dtype
+    layout: Layout
+    interpret: bool
+
+    @property
+    def padded_dim(self) -> int:
+        """The head dim rounded up to whole pieces of rows; the columns past it are 0. The interpreter has no layouts."""
+        columns = _WIDTH // self.dtype.itemsize
+        return self.dim if self.interpret else -(-self.dim // columns) * columns
+
+    def scratch(self, *lead: int, rows: int) -> Any:
+        """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
+        transforms = () if self.interpret else swizzle(self.dtype, _WIDTH)
+        return plgpu.SMEM((*lead, rows, self.padded_dim), self.dtype, transforms=transforms)
+
+    def load(self, copies: Copies, gmem: Any, b: Any, first: Any, head: Any, smem: Any, length: Any = None) -> None:
+        """Starts copying the rows of one head from row `first` on; those at and past `length` (None: the end) are zeros."""
+        rows = smem.shape[0]
+        if length is None and self.length % rows == 0:
+            limit = None
+        else:
+            limit = (self.length if length is None else length) - first
+        copies.tile(self._part(gmem, b, first, rows, head), smem, _WIDTH, limit)
+
+    def store(self, copies: Copies, smem: Any, gmem: Any, b: Any, first: Any, head: Any) -> None:
+        """Stores a tile to rows of one head; rows outside are dropped."""
+        rows = smem.shape[0]
+        limit = None if self.length % rows == 0 else self.length - first
+        copies.store(smem, self._part(gmem, b, first, rows, head), _WIDTH, limit)
+
+    def _part(self, gmem, b, first, rows, head):
+        return gmem.at[ordered(self.layout, (b, pl.ds(first, rows), head, slice(None)))]

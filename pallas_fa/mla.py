@@ -1,0 +1,124 @@
+"""`mla_decode_attention`: multi-head latent attention (MLA) with absorbed weights, where keys and values are one array."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from pallas_fa import masks
+from pallas_fa.api import explain_normalised
+from pallas_fa.arguments import float_array
+from pallas_fa.attention import run
+from pallas_fa.operands.pytree import is_static_number
+from pallas_fa.problem import normalise
+from pallas_fa.sharding.explicit_axes import with_automatic_axes
+
+
+@overload
+def mla_decode_attention(
+    query: ArrayLike,
+    cache: ArrayLike,
+    *,
+    scale: float,
+    value_dim: int = 512,
+    lengths: ArrayLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def mla_decode_attention(
+    query: ArrayLike,
+    cache: ArrayLike,
+    *,
+    scale: float,
+    value_dim: int = 512,
+    lengths: ArrayLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def mla_decode_attention(
+    query: ArrayLike,
+    cache: ArrayLike,
+    *,
+    scale: float,
+    value_dim: int = 512,
+    lengths: ArrayLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of all query heads to one latent vector per position, which is key and value at once.
+
+    Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) caches one latent vector and one rotary key per position. In
+    decoding the projections of keys and values are absorbed: that of keys into the queries, that of values into what
+    follows. What remains is attention with one key head, whose values are the first columns of its keys.
+
+    Shapes: B batch (any number of dims, none included), T query length, S key length, N query heads, H head dim of queries
+    and cache, Hv = `value_dim`. DeepSeek-V2 and V3 have H=576, the 512 columns of the latent vector and 64 of the rotary
+    key, and Hv=512.
+
+    Args:
+      query: [*B, T, N, H], any float dtype: queries times the absorbed projection, then their rotary part.
+      cache: [*B, S, H], the same dtype: latent vectors, then rotary keys.
+      scale: factor of the logits, that of the attention before absorption, such as 1 / sqrt(128 + 64). H does not tell it,
+        so there is no default.
+      value_dim: how many columns of the cache are values, 1 to H.
+      lengths: int [*B], how many positions of each cache are filled, the new ones included; default S. What lies past them
+        may hold NaN. The last query sees the last filled position, and each query before it one position fewer.
+      implementation: as in `pallas_fa.dot_product_attention`. 'mosaic_gpu' reads the cache once, for H=576 and Hv=512 in
+        bfloat16 or float16, with N and S multiples of 8. It was compiled, but has not run on a GPU yet, so it must be
+        named. `pallas_fa.mla.explain` says which implementation runs.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      out [*B, T, N, Hv] in the dtype of `query`, in the space of latent vectors; with `return_residual` (out, lse), lse
+      [*B, T, N] float32 (float64 for float64), natural logarithm. A query without positions gives 0 and -inf. Both are
+      differentiable, with gradients from XLA.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised before anything is computed.
+      NotImplementedError: the implementation named cannot do the call; the message says why.
+    """
+    out, lse = _attend(query, cache, scale, value_dim, lengths, implementation)
+    return (out, lse) if return_residual else out
+
+
+def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
+    """Which implementation `mla_decode_attention` would run for these arguments, and why the others would not.
+
+    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
+    """
+    del return_residual
+    return explain_normalised(_normalise, implementation, *args, **kwargs)
+
+
+@with_automatic_axes
+def _attend(query, cache, scale, value_dim, lengths, implementation):
+    return run(*_normalise(query, cache, scale=scale, value_dim=value_dim, lengths=lengths), implementation)
+
+
+def _normalise(query, cache, *, scale, value_dim=512, lengths=None):
+    query, cache = float_array("query", query), float_array("cache", cache)
+    if query.ndim < 3 or cache.shape != (*query.shape[:-3], *cache.shape[-2:-1], query.shape[-1]):
+        raise ValueError(
+            f"query.shape={query.shape} and cache.shape={cache.shape} must be [*B, T, N, H] and [*B, S, H], with the same *B"
+            " and H: the cache has no dim of heads. Squeeze it out, and concatenate latent and rotary columns in both."
+        )
+    if not is_static_number(scale):
+        raise TypeError(f"scale={scale!r} must be a number, known while tracing, such as 192**-0.5.")
+    if not isinstance(value_dim, int) or not 1 <= value_dim <= cache.shape[-1]:
+        raise ValueError(
+            f"value_dim={value_dim!r} must be an int from 1 to H={cache.shape[-1]}: the values are the first columns of the"
+            " cache."
+        )
+    keys = cache[..., None, :]
+    mask = masks.Causal(align="bottom_right") if query.shape[-3] != 1 else None
+    problem, operands = normalise(
+        query, keys, keys[..., :value_dim], mask=mask, scale=scale, key_value_seq_lengths=lengths
+    )
+    return dataclasses.replace(problem, values_in_keys=True), operands

@@ -1,0 +1,163 @@
+"""Latent attention with absorbed weights: against its definition, the kernel interpreted, lowered for CUDA, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa import mla, mla_decode_attention
+from pallas_fa.backends import reference
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.mla import mla as kernel
+from pallas_fa.backends.hopper.mla.plan import MlaPlan
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
+
+RNG = np.random.default_rng(0)
+SCALE = 192**-0.5
+H, HV = 576, 512
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def defined(query, cache, lengths, value_dim):
+    """(out, lse) of [B, T, N, H] and [B, S, H], row by row in float64, with queries at the ends of the lengths."""
+    query, cache = (np.asarray(x, np.float64) for x in (query, cache))
+    out, lse = np.zeros((*query.shape[:-1], value_dim)), np.full(query.shape[:-1], -np.inf)
+    for b, t, n in np.ndindex(lse.shape):
+        seen = cache[b, : max(0, lengths[b] - query.shape[1] + t + 1)]
+        if len(seen):
+            x = SCALE * (seen @ query[b, t, n])
+            lse[b, t, n] = np.log(np.exp(x).sum())
+            out[b, t, n] = np.exp(x - lse[b, t, n]) @ seen[:, :value_dim]
+    return out, lse
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("T", [1, 3])
+def test_is_its_definition(implementation, T):
+    lengths = np.array([7, 40, 0], np.int32)
+    query, cache = normal(3, T, 4, 24), normal(3, 40, 24)
+    padding = np.arange(40)[None, :, None] >= lengths[:, None, None]
+    call = dict(scale=SCALE, value_dim=16, implementation=implementation, return_residual=True)
+    given = jnp.where(padding, jnp.nan, cache)
+    out, lse = mla_decode_attention(query, given, lengths=lengths, **call)
+    for got, want in zip((out, lse), defined(query, cache, lengths, 16), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    # Without batch dims, and without lengths.
+    alone = mla_decode_attention(query[1], cache[1], **call)
+    for got, want in zip(alone, (out, lse), strict=True):
+        np.testing.assert_allclose(got, want[1], atol=2e-6)
+
+
+def test_the_cache_gets_the_gradients_of_keys_and_of_values():
+    query, cache = normal(2, 2, 4, 24), normal(2, 10, 24)
+
+    def gradients(implementation):
+        call = dict(scale=SCALE, value_dim=16, lengths=jnp.array([4, 10]), implementation=implementation)
+        return jax.grad(lambda *x: jnp.sin(mla_decode_attention(*x, **call)).sum(), (0, 1))(query, cache)
+
+    for got, want in zip(gradients(None), gradients("reference"), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+# (B, T, S, N, lengths, parts of the keys)
+INTERPRETED = {
+    "one part": (1, 1, 200, 16, None, 1),
+    "two parts, no keys": (2, 1, 384, 72, [0, 300], 2),
+    "queries, lengths": (2, 2, 200, 8, [70, 200], 1),
+    "fewer keys than parts": (1, 3, 256, 8, [100], 3),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_kernel_is_right_and_free_of_races(name, monkeypatch):
+    B, T, S, N, lengths, splits = INTERPRETED[name]
+    query, cache = normal(B, T, N, H, dtype=jnp.bfloat16), normal(B, S, H, dtype=jnp.bfloat16)
+    if lengths is not None:
+        padding = np.arange(S)[None, :, None] >= np.array(lengths)[:, None, None]
+        cache, lengths = jnp.where(padding, jnp.nan, cache), np.array(lengths, np.int32)
+    monkeypatch.setattr(MlaPlan, "of", lambda problem, gpu, interpret: MlaPlan(problem, splits, interpret))
+    problem, operands = mla._normalise(query, cache, scale=SCALE, lengths=lengths)
+    (out, lse), races = interpreted(problem, operands, kernel.attention)
+    assert not races
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+SHAPES = jax.ShapeDtypeStruct((64, 1, 128, H), jnp.bfloat16), jax.ShapeDtypeStruct((64, 8192, H), jnp.bfloat16)
+LENGTHS = jax.ShapeDtypeStruct((64,), jnp.int32)
+
+
+def test_the_kernel_reads_one_array_and_is_taken_by_name_only():
+    def call(implementation):
+        return lambda q, c, lengths: mla_decode_attention(
+            q, c, scale=SCALE, lengths=lengths, implementation=implementation
+        )
+
+    assert kernels(call("mosaic_gpu"), *SHAPES, LENGTHS) == 1
+    assert kernels(call(None), *SHAPES, LENGTHS) == 0
+    told = mla.explain(*SHAPES, scale=SCALE)
+    assert "mosaic_gpu: could, but only when named" in told
+    assert "xla: runs this call" in told
+
+
+def test_parts_fill_the_gpu():
+    splits = lambda B, S: (
+        MlaPlan.of(mla._normalise(normal(B, 1, 128, H), normal(B, S, H), scale=SCALE)[0], Gpu("9.0", 132, 0)).kv_splits
+    )
+    assert splits(64, 256) == 1
+    assert splits(1, 8192) > 16
+    assert splits(1, 64) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"cache": normal(2, 8, 1, H)}, ValueError, r"cache.shape=\(2, 8, 1, 576\).*no dim of heads"),
+        ({"cache": normal(2, 8, HV)}, ValueError, "the same"),
+        ({"query": normal(2, 4, H)}, ValueError, "must be"),
+        ({"scale": jnp.float32(1)}, TypeError, "known while tracing"),
+        ({"value_dim": 577}, ValueError, "value_dim=577"),
+        ({"lengths": np.array([3], np.int32)}, ValueError, "key_value_seq_lengths"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "float32 inputs"),
+        ({"implementation": "mosaic_gpu", "value_dim": 64}, NotImplementedError, "it takes 576 and 512"),
+    ],
+)
+def test_errors_teach(changes, error, match):
+    call = dict(query=normal(2, 1, 4, H), cache=normal(2, 8, H), scale=SCALE) | changes
+    with pytest.raises(error, match=match):
+        pallas_fa.mla_decode_attention(call.pop("query"), call.pop("cache"), **call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "lengths"),
+    [(64, 1, 2048, 128, None), (2, 1, 4096, 128, [0, 4000]), (3, 4, 1000, 16, [1, 70, 1000]), (1, 2, 64, 72, None)],
+)
+def test_the_compiled_kernel_is_accurate(B, T, S, N, lengths):
+    """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
+    query, cache = normal(B, T, N, H, dtype=jnp.bfloat16), normal(B, S, H, dtype=jnp.bfloat16)
+    lengths = np.array(lengths, np.int32) if lengths else np.full(B, S, np.int32)
+    padding = np.arange(S)[None, :, None] >= lengths[:, None, None]
+
+    def call(implementation, dtype, cache):
+        fn = jax.jit(
+            lambda *x: mla_decode_attention(
+                *x, scale=SCALE, lengths=lengths, implementation=implementation, return_residual=True
+            )
+        )
+        return [np.asarray(x, np.float64) for x in fn(query.astype(dtype), cache.astype(dtype))]
+
+    truth, xla = call("reference", jnp.float32, cache), call("xla", jnp.bfloat16, cache)
+    given = jnp.where(padding, jnp.nan, cache)
+    ours, again = call("mosaic_gpu", jnp.bfloat16, given), call("mosaic_gpu", jnp.bfloat16, given)
+    for want, theirs, got, same in zip(truth, xla, ours, again, strict=True):
+        np.testing.assert_array_equal(got, same)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        got, want, theirs = (x[np.isfinite(want)] for x in (got, want, theirs))
+        assert abs(got - want).max() <= 2 * abs(theirs - want).max() + 2.0**-8 * abs(want).max()
