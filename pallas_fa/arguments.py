@@ -311,18 +311,21 @@ def _int_array(name, x, shape, letters):
     return x
 
 
-def precision(precision: Any) -> Any:
-    """`precision` as JAX takes it."""
+def precision(precision: Any, dtype: Any) -> Any:
+    """`precision` as JAX takes it; of float32 inputs None is JAX's default, which says how exact their products are."""
+    if precision is None and dtype == jnp.float32:
+        precision = jax.config.jax_default_matmul_precision
     named = (jax.lax.Precision, jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
     if precision is None or isinstance(precision, named):
         return precision
     try:
         if isinstance(precision, str):
-            return jax.lax.Precision(precision)
+            algorithms = jax.lax.DotAlgorithmPreset.__members__
+            return algorithms[precision] if precision in algorithms else jax.lax.Precision(precision)
         first, second = precision
         return jax.lax.Precision(first), jax.lax.Precision(second)
     except (ValueError, TypeError) as e:
         raise ValueError(
             f"precision={precision!r} is not one of JAX's: None, 'default', 'high', 'highest', a jax.lax.Precision, a"
-            " pair of them, or a jax.lax.DotAlgorithm(Preset)."
+            " pair of them, or a jax.lax.DotAlgorithm(Preset) or its name."
         ) from e
