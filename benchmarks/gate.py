@@ -1,8 +1,8 @@
 """Whether a default call is nowhere slower than the same call through `jax.nn`, from the rows of a run.
 
 The limits: 0.98 of the best peer's speed; 0.90 where XLA computes the call, the longer sequence has at least 4096
-positions, and ours takes at most a fifth of the peer's temporary memory. `pallas_fa:None` is compared with every peer; a named
-implementation of ours with `jax.nn:xla`, which runs wherever it does.
+positions, and ours takes at most a fifth of the peer's temporary memory. `pallas_fa:None` is compared with every peer; a
+named implementation of ours with `jax.nn:xla`, which runs wherever it does.
 """
 
 import dataclasses
