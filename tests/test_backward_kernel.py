@@ -344,10 +344,12 @@ def test_every_length_lowers(T, S, dtype):
 @pytest.mark.parametrize("gives", [("dk", "dv", "dq"), ("dk", "dv"), ("dq",)])
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_config_lowers(gives, H, masked):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_config_lowers(gives, H, dtype, masked):
     deterministic = gives != ("dk", "dv", "dq")
-    for config in backward_configs(BackwardFacts(gives, H, H, 4096, group=1, masked=masked, visit_table=masked)):
-        case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
+    flags = dict(masked=masked, visit_table=masked, split=dtype == "float32")
+    for config in backward_configs(BackwardFacts(gives, H, H, 4096, group=1, **flags)):
+        case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal", dtype=dtype)
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )
