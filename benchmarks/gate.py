@@ -1,8 +1,8 @@
 """Whether a default call is nowhere slower than the same call through `jax.nn`, from the rows of a run.
 
-The limits: 0.98 of the best peer's speed; 0.90 where XLA computes the call and the longer sequence has at least 4096
-positions, since ours then takes at most a fifth of the memory. `pallas_fa:None` is compared with every peer; a named
-implementation of ours with `jax.nn:xla`, which runs wherever it does.
+The limits: 0.98 of the best peer's speed; 0.90 where XLA computes the call, the longer sequence has at least 4096
+positions, and ours takes at most a fifth of the peer's temporary memory. `pallas_fa:None` is compared with every peer; a
+named implementation of ours with `jax.nn:xla`, which runs wherever it does.
 """
 
 import dataclasses
@@ -85,4 +85,5 @@ def _verdict(row, group):
     peer = min(peers, key=lambda r: r["p50_ms"], default=None)
     speed = 0.0 if not has_time(row) else float("inf") if peer is None else peer["p50_ms"] / row["p50_ms"]
     saves = row.get("runs") == "xla" and max(row["shape"]["T"], row["shape"]["S"]) >= LONG
+    saves = saves and peer is not None and row["temp_bytes"] <= MEMORY_SHARE * peer["temp_bytes"]
     return Verdict(row, peer, speed, LIMIT_WHERE_MEMORY_IS_SAVED if saves else LIMIT)

@@ -123,7 +123,12 @@ def compare(programs: list[measure.Program], rounds: int, target_s: float) -> li
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    known = {w.name: w for suite in suites().values() for w in suite.workloads if suite.baseline == "jax.nn:cudnn"}
+    known = {
+        w.name: w
+        for suite in suites().values()
+        for w in suite.workloads
+        if "pallas_fa:mosaic_gpu" in suite.implementations
+    }
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

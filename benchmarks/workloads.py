@@ -342,6 +342,7 @@ _GPU_MASKS = (*_GPU, "jax.nn:cudnn+dense", "jax.nn:cudnn+bias", "tokamax:mosaic+
 @functools.cache
 def suites() -> dict[str, Suite]:
     """All suites by name."""
+    from benchmarks.float32_workloads import float32_workloads
     from benchmarks.gate_workloads import gate_workloads
     from benchmarks.model_workloads import model_workloads
 
@@ -364,6 +365,9 @@ def suites() -> dict[str, Suite]:
         "hopper-alphafold": Suite(tuple(_alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-models": Suite(model_workloads(), both, ("jax.nn:cudnn", *_FA3_AND_OURS), "jax.nn:cudnn", chained=True),
         "hopper-relative": Suite(tuple(_relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
+        "float32": Suite(
+            float32_workloads(), both, ("jax.nn:xla", "pallas_fa:mosaic_gpu", "pallas_fa:xla"), "jax.nn:xla"
+        ),
         "nowhere-slower": Suite(gate_workloads(), both, _GATE, "jax.nn:xla", chained=True, gate=True),
         "hopper-head-dims": Suite(tuple(_head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

@@ -88,7 +88,8 @@ def dot_product_attention(
       sinks: float [N] or [*B, N] of any float dtype: one logit per query head that joins the softmax's denominator and
         has no value (gpt-oss, arXiv 2508.10925). It is neither scaled nor capped, and no mask hides it; lse includes it,
         and it gets a gradient. -inf is no sink.
-      precision: of the matmuls, as in JAX; honoured by 'xla' and 'reference'.
+      precision: of the matmuls, as in JAX. 'mosaic_gpu' makes those of float32 from three bfloat16 products, and from six
+        for 'highest'; None is `jax_default_matmul_precision`.
       deterministic_gradients: gradients bitwise equal from run to run on one device.
       forward_mode: True where `jax.jvp` (`jax.jacfwd`, `jax.linearize`, `jax.hessian`) goes through the call; without it JAX
         raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function". Values still come from the

@@ -5,6 +5,7 @@ they mean is documented in `dot_product_attention`.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, get_type_hints
 
@@ -65,8 +66,8 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _DEFAULTS:
             import difflib
 
-            near = difflib.get_close_matches(name, _DEFAULTS, n=1)
-            remedy = f"Did you mean {near[0]}?" if near else "Leave it out."
+            near = difflib.get_close_matches(name, _DEFAULTS)
+            remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
             raise TypeError(f"{name}={value!r} is not an argument; known are {', '.join(_DEFAULTS)}. {remedy}")
     for name in FLAGS:
         if not isinstance(given.get(name, False), (bool, np.bool_, type(None))):
@@ -85,7 +86,12 @@ def refuse_forward_mode(given: Mapping[str, Any]) -> None:
 
 def dropout_rate(rate: Any) -> float:
     """`dropout_rate`, checked."""
-    if not is_static_number(rate) or not 0 <= rate < 1:
+    if not is_static_number(rate):
+        raise TypeError(
+            f"dropout_rate={rate!r} must be a Python float in [0, 1), since the program is compiled for it. Convert it with"
+            " float(rate) outside of jax.jit, or name it in static_argnames."
+        )
+    if not 0 <= rate < 1:
         raise ValueError(
             f"dropout_rate={rate!r} must be in [0, 1): the share of weights set to 0. Use 0.0 for no dropout."
         )
@@ -111,7 +117,7 @@ def dropout_key(rate: float, key: Any) -> Any:
             " dropout. In a Flax module, attention_fn=pallas_fa.nn.attention_fn takes the module's key."
         )
     if not is_array(key):
-        raise TypeError(f"dropout_key={key!r} is a {type(key).__name__}; it must be a JAX PRNG key. {make}")
+        raise TypeError(f"dropout_key={key!r} is of type {type(key).__name__}; it must be a JAX PRNG key. {make}")
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_typed and key.dtype != jnp.uint32:
         raise TypeError(f"dropout_key.dtype={key.dtype} must be that of a JAX PRNG key, typed or raw (uint32). {make}")
@@ -229,9 +235,11 @@ def sinks(dims: Dims, sinks: Any) -> Any:
         )
     shapes = (dims.N,), (*dims.batch, dims.N)
     if tuple(x.shape) not in shapes:
+        as_many = [shape for shape in shapes if math.prod(shape) == math.prod(x.shape)]
+        shared = f"broadcast_to(sinks, {shapes[0]}) for one sink that all heads share"
         raise ValueError(
             f"sinks.shape={tuple(x.shape)} must be [N] = {shapes[0]}, one logit for each query head, or [*B, N] ="
-            f" {shapes[1]}. Use jnp.broadcast_to(sinks, {shapes[0]}) for one sink that all heads share."
+            f" {shapes[1]}. Use jnp.{f'reshape(sinks, {as_many[0]})' if as_many else shared}."
         )
     return jnp.reshape(x, (dims.B if x.ndim > 1 else 1, dims.N, 1, 1))
 
@@ -303,18 +311,21 @@ def _int_array(name, x, shape, letters):
     return x
 
 
-def precision(precision: Any) -> Any:
-    """`precision` as JAX takes it."""
+def precision(precision: Any, dtype: Any) -> Any:
+    """`precision` as JAX takes it; of float32 inputs None is JAX's default, which says how exact their products are."""
+    if precision is None and dtype == jnp.float32:
+        precision = jax.config.jax_default_matmul_precision
     named = (jax.lax.Precision, jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
     if precision is None or isinstance(precision, named):
         return precision
     try:
         if isinstance(precision, str):
-            return jax.lax.Precision(precision)
+            algorithms = jax.lax.DotAlgorithmPreset.__members__
+            return algorithms[precision] if precision in algorithms else jax.lax.Precision(precision)
         first, second = precision
         return jax.lax.Precision(first), jax.lax.Precision(second)
     except (ValueError, TypeError) as e:
         raise ValueError(
             f"precision={precision!r} is not one of JAX's: None, 'default', 'high', 'highest', a jax.lax.Precision, a"
-            " pair of them, or a jax.lax.DotAlgorithm(Preset)."
+            " pair of them, or a jax.lax.DotAlgorithm(Preset) or its name."
         ) from e

@@ -170,7 +170,7 @@ def normalise(
         operands,
         dims.batch,
         scale=scale,
-        precision=checks.precision(given["precision"]),
+        precision=checks.precision(given["precision"], q.dtype),
         deterministic_gradients=bool(given["deterministic_gradients"]),
         forward_mode=bool(given["forward_mode"]),
         layout=layout,

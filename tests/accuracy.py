@@ -1,11 +1,13 @@
 """How far an implementation is from the truth, and how far it may be.
 
-float32 must be within 2e-5 of float64 truth, relative to its largest element, and float64 within 1e-13. 16-bit floats
-may err twice as much as the plain computation in the same precision does (all logits stored, differentiated by JAX),
-plus one rounding; in the maximum and in the mean. One number, such as the gradient of a scale, may be nearly right by
-chance: for gradients of few elements in 16 bits, maximum and mean are those of the root mean square over several draws
-of the cotangents. Those may err 2.5 times as much as the plain ones: they add up, over all rows, the effect of the rounding
-of `out` on its product with its cotangent, which the plain computation takes from what is not rounded yet.
+float32 must be within 2e-5 of float64 truth, relative to its largest element, and float64 within 1e-13. The kernels, which
+make float32 products from bfloat16 ones, may err twice as much as the plain computation at JAX's precision HIGH does, plus
+2e-5; arrays of several float32 numbers must be within 1e-4. 16-bit floats may err twice as much as the plain computation in
+the same precision does (all logits stored, differentiated by JAX), plus one rounding; in the maximum and in the mean. One
+number, such as the gradient of a scale, may be nearly right by chance: for gradients of few elements in 16 bits, maximum
+and mean are those of the root mean square over several draws of the cotangents. Those may err 2.5 times as much as the
+plain ones: they add up, over all rows, the effect of the rounding of `out` on its product with its cotangent, which the
+plain computation takes from what is not rounded yet.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from tests import oracle
 from tests.cases import Case, Inputs, numpy_dtype
 
 RELATIVE = {"float32": 2e-5, "float64": 1e-13}
+IN_PARTS = 1e-4
 FEW, DRAWS, FACTOR, FACTOR_OF_FEW = 16, 8, 2, 2.5
 _QUICK_COMPILATION = {"xla_backend_optimization_level": 0}  # of what runs once; it takes 0.6 of the time
 
@@ -133,6 +136,10 @@ def errors(case: Case, implementation: str, gradients: bool, **options: Any) -> 
         got = run(inputs.d_out, inputs.d_lse)
         base = {} if case.dtype in RELATIVE else run_plain(inputs.d_out, inputs.d_lse)
     few = [name for name, x in got.items() if name not in ("out", "lse") and x.size < FEW] if base else []
+    in_parts = case.dtype == "float32" and implementation == "mosaic_gpu"
+    if in_parts:
+        with jax.default_matmul_precision("high"):
+            base = run_plain(inputs.d_out, inputs.d_lse)
     found = _errors_of_few(case, implementation, inputs, few, run, run_plain) if few else []
     for name, x in got.items():
         want = truth(case)[name]
@@ -144,6 +151,10 @@ def errors(case: Case, implementation: str, gradients: bool, **options: Any) -> 
             np.testing.assert_array_equal(np.isinf(x), np.isinf(want), "lse is -inf in other rows than it should be")
         if name not in few:
             found.append(_error(case, implementation, name, x, base.get(name), want))
+    if in_parts:  # one number, such as the gradient of a scale, may be what is left of large ones
+        capped = lambda x: x.size >= FEW and x.dtype == np.float32
+        most = lambda error: IN_PARTS if capped(got[error.result]) else np.inf
+        found = [dataclasses.replace(error, max_limit=min(error.max_limit, most(error))) for error in found]
     return found
 
 

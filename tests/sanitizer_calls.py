@@ -1,7 +1,7 @@
 """A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
 
 Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths,
-pairs of blocks of queries.
+pairs of blocks of queries, float32.
 """
 
 import functools
@@ -40,6 +40,8 @@ def main(names: Sequence[str] = ()) -> None:
         "bias, H=64": ((*two_heads, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
         "causal, H=256": ((*two_heads, 256), None, causal),
         "causal, H=64": ((*two_heads, 64), None, causal),
+        "float32, causal, H=128": ((*two_heads, 128), None, causal),
+        "float32, bias, H=64": ((*two_heads, 64), _normal(3, 1, 2, _LENGTH, _LENGTH), {}),
         "full, pairs": ((*two_heads, 128), None, {"config": Config(forward=ForwardConfig(q_block_pairs=2))}),
         "causal, pairs, H=64": (
             (*two_heads, 64),
@@ -52,7 +54,8 @@ def main(names: Sequence[str] = ()) -> None:
     for name, ((T, N, K, H), bias, keywords) in calls.items():
         if names and not any(part in name for part in names):
             continue
-        q, k, v = (_normal(i, 1, T, heads, H) for i, heads in enumerate((N, K, K)))
+        dtype = jnp.float32 if "float32" in name else jnp.bfloat16
+        q, k, v = (_normal(i, 1, T, heads, H).astype(dtype) for i, heads in enumerate((N, K, K)))
         run = jax.jit(jax.grad(functools.partial(_loss, **keywords), (0, 1, 2) if bias is None else (0, 1, 2, 3)))
         jax.block_until_ready(run(q, k, v, bias))
         print(f"ran: {name}", flush=True)

@@ -62,6 +62,7 @@ FEATURES = {
     "`bfloat16`, T != S, grouped heads": _always(),
     "`float16`": _call(dtype=jnp.float16),
     "`float32`": _call(dtype=jnp.float32),
+    '`float32`, `precision="highest"`': _call(dtype=jnp.float32, keywords=lambda: {"precision": "highest"}),
     "head dims that are multiples of 8, up to 256; Hv != H": _call(H=192, Hv=128),
     "other head dims up to 256, here H=59, Hv=100": _call(H=59, Hv=100),
     "head dim 512": _call(H=512, Hv=512),

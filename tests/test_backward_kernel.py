@@ -100,7 +100,7 @@ def problem_of(case, keywords, qkv=None):
     return normalise(*(qkv or inputs.qkv), **inputs.keywords(inputs.arrays), **keywords)
 
 
-def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU):
+def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU, backward=backward):
     """The gradients, and whether races were found."""
     # Its only door is private: pallas has no public name for what the race detector found.
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
@@ -177,11 +177,11 @@ def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warp
     assert plan.order.store_warps == warps
 
 
-def is_right_and_free_of_races(case, keywords, gpu=GPU):
+def is_right_and_free_of_races(case, keywords, gpu=GPU, backward=backward, why_no_backward=why_no_backward):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
     assert why_no_backward(problem, gpu) is None
-    gradients, races = interpreted(problem, operands, *residuals, gpu=gpu)
+    gradients, races = interpreted(problem, operands, *residuals, gpu=gpu, backward=backward)
     assert not races
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
     truth = xla_gradients(exact, as_float32(operands), *as_float32(residuals))
@@ -344,10 +344,12 @@ def test_every_length_lowers(T, S, dtype):
 @pytest.mark.parametrize("gives", [("dk", "dv", "dq"), ("dk", "dv"), ("dq",)])
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_config_lowers(gives, H, masked):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_config_lowers(gives, H, dtype, masked):
     deterministic = gives != ("dk", "dv", "dq")
-    for config in backward_configs(BackwardFacts(gives, H, H, 4096, group=1, masked=masked, visit_table=masked)):
-        case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal")
+    flags = dict(masked=masked, visit_table=masked, split=dtype == "float32")
+    for config in backward_configs(BackwardFacts(gives, H, H, 4096, group=1, **flags)):
+        case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal", dtype=dtype)
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )

@@ -11,6 +11,7 @@ import pytest
 
 import pallas_fa
 from benchmarks import decode, measure, rows, run, tune
+from benchmarks.decode_steps import Step, attend
 from benchmarks.implementations import parse
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, self_attention, suites
@@ -279,12 +280,12 @@ def test_variants_are_compared_with_the_first():
 
 
 DECODING = {
-    "plain": decode.Step(2, 40, N=4, K=2, H=16),
-    "lengths": decode.Step(2, 40, N=4, K=2, H=16, length=24),
-    "window, sinks": decode.Step(2, 40, N=4, K=2, H=16, length=40, window=8, sinks=True),
-    "drafts": decode.Step(2, 40, N=4, K=2, H=16, T=3),
-    "pages": decode.Step(2, 64, N=4, K=2, H=16, length=64, page=16),
-    "latent": decode.Step(2, 40, N=4, K=1, H=24, Hv=16),
+    "plain": Step(2, 40, N=4, K=2, H=16),
+    "lengths": Step(2, 40, N=4, K=2, H=16, length=24),
+    "window, sinks": Step(2, 40, N=4, K=2, H=16, length=40, window=8, sinks=True),
+    "drafts": Step(2, 40, N=4, K=2, H=16, T=3),
+    "pages": Step(2, 64, N=4, K=2, H=16, length=64, page=16),
+    "latent": Step(2, 40, N=4, K=1, H=24, Hv=16),
 }
 
 
@@ -293,7 +294,7 @@ def test_decoding_steps_are_attention(name, monkeypatch):
     monkeypatch.setattr(decode, "_CACHE_BYTES", 1)
     step = DECODING[name]
     q, [cache] = decode.caches_of(step)
-    fn = decode.attend(parse("pallas_fa:xla"), step)
+    fn = attend(parse("pallas_fa:xla"), step)
     assert decode.error_of(jax.jit(fn), step, q, *cache) < 1e-2
     assert jax.eval_shape(decode.chained(fn, 2), q, [cache]).shape == q.shape
 

@@ -159,6 +159,8 @@ def test_what_needs_known_sizes_says_so():
     ):
         with pytest.raises(kind, match=says):
             _export(*_symbolic(), **keywords)
+    with pytest.raises(ValueError, match=r"\(2, 2\) blocks, and the call has the symbolic lengths \(T, S\)=\(t, s\)"):
+        _export(*_symbolic(), mask=masks.block_mask(masks.Causal(), 256, 256))
     query, key, value = _symbolic()
     for dims in ((ANY[0], ANY[1], ANY[2], H), (ANY[0], ANY[1], N, ANY[2])):
         with pytest.raises(ValueError, match="query.shape=.* symbolic number of heads or head dim"):
@@ -173,6 +175,16 @@ def test_arrays_of_custom_masks_need_a_length_of_at_least_two():
         return pallas_fa.dot_product_attention(q, k, v, mask=Custom(lambda b, n, t, s, x: x, array))
 
     assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), array).out_avals[0].shape == (*sizes[:2], N, H)
+
+
+def test_block_masks_of_a_symbolic_batch():
+    b, sizes = ANY[0], (ANY[0], 64, 64)
+    blocks = jax.ShapeDtypeStruct((b, 1, 4, 4), jnp.bool_)
+
+    def attend(q, k, v, blocks):
+        return pallas_fa.dot_product_attention(q, k, v, mask=masks.BlockMask(blocks, 16))
+
+    assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), blocks).out_avals[0].shape == (b, 64, N, H)
 
 
 @pytest.mark.parametrize("gradient", (False, True))

@@ -68,6 +68,13 @@ DROPOUT_CASES = tuple(
     Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=128, Hv=128, dropout=0.3),
     Case(8, 1024, "full", "plain", "bfloat16", N=4, K=2, H=128, Hv=128, dropout=0.3),
 )
+FLOAT32_CASES = tuple(
+    dict.fromkeys(
+        dataclasses.replace(case, dtype="float32")
+        for case in (*TABLE, *WIDE_CASES, *LONG_CASES, *RELATIVE_CASES)
+        if max(case.H, case.Hv) <= 128
+    )
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +115,11 @@ def test_kernels_drop_the_elements_of_the_definition(S, first_query):
     want = multipliers(words, 0.3, *np.ix_(np.arange(B), np.arange(N), t, np.arange(S))) > 0
     np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)).swapaxes(1, 2) > 0, want)
     np.testing.assert_array_equal(np.asarray(d_v.astype(jnp.float32)).transpose(0, 2, 3, 1) > 0, want)
+
+
+@pytest.mark.parametrize("case", FLOAT32_CASES, ids=str)
+def test_kernels_of_float32_are_accurate(case, check):
+    check(case, "mosaic_gpu", gradients=True)
 
 
 # With so few heads the tables choose no pairs: there would be too few CTAs.
@@ -166,6 +178,8 @@ RERUN_GRADIENTS = (
     Case(2000, 1900, "blocks", "plain", "bfloat16", N=8, K=4, H=128, Hv=128),
     Case(1024, 1024, "full", "plain", "bfloat16", N=8, K=8, H=128, Hv=128),
     Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
+    Case(1024, 1000, "causal", "plain", "float32", N=8, K=8, H=128, Hv=128),
+    Case(1000, 1024, "packed", "plain", "float32", N=8, K=2, H=64, Hv=64),
 )
 
 

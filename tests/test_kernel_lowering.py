@@ -107,26 +107,26 @@ GPU = Gpu("9.0", 132, 227 * 1024)
 MANY = 10_000  # heads, more than there are multiprocessors
 CONFIGS = sorted(
     {
-        (dim, config)
-        for dim in (64, 128, 192, 256)
+        (dim, "float32" if split else "bfloat16", config)
+        for dim, split in ((64, False), (128, False), (192, False), (256, False), (64, True), (128, True))
         for length in (1024, 2**14)
         for flags in itertools.product((True, False), repeat=3)
-        for config in forward_configs(ForwardFacts(dim, dim, length, MANY, *flags), GPU)
+        for config in forward_configs(ForwardFacts(dim, dim, length, MANY, *flags, split), GPU)
     },
     key=str,
 )
 
 
-@pytest.mark.parametrize(("dim", "config"), CONFIGS)
-def test_every_configuration_of_the_tables_lowers(dim, config):
-    case = dataclasses.replace(BASE, T=500, mask="segments", H=dim, Hv=dim)
+@pytest.mark.parametrize(("dim", "dtype", "config"), CONFIGS)
+def test_every_configuration_of_the_tables_lowers(dim, dtype, config):
+    case = dataclasses.replace(BASE, T=500, mask="segments", H=dim, Hv=dim, dtype=dtype)
     assert lower_forward(case, config=Config(forward=config)) == 1
 
 
 @pytest.mark.parametrize(("heads", "pairs"), [(1, 0), (16, 0), (33, 1), (66, 2), (132, 4), (MANY, 4)])
 def test_no_more_pairs_than_keep_multiprocessors_busy(heads, pairs):
     """At 1024 queries there are 8 blocks of queries for each head, for 132 multiprocessors."""
-    facts = ForwardFacts(128, 128, 1024, heads, uniform=False, visit_table=True, packed=True)
+    facts = ForwardFacts(128, 128, 1024, heads, uniform=False, visit_table=True, packed=True, split=False)
     assert forward_configs(facts, GPU)[0].q_block_pairs == pairs
 
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from pallas_fa.backends import reference
-from pallas_fa.backends.mma.config import Config, ForwardConfig
+from pallas_fa.backends.mma.backward.backward import backward, why_no_backward
+from pallas_fa.backends.mma.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.backends.mma.forward.forward import forward
 from pallas_fa.problem import normalise
+from tests import test_backward_kernel as of_hopper_backward
 from tests import test_kernel_interpreted as of_hopper
 from tests.test_kernel_interpreted import BASE, interpreted, problem_of
 
@@ -47,6 +49,44 @@ def test_padding_may_hold_nan():
     assert not races
     np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(clean[0], np.float32))
     np.testing.assert_array_equal(lse, clean[1])
+
+
+BACKWARD_TILES = BackwardConfig(2, 64, 32), BackwardConfig(1, 128, 32, stages=1), BackwardConfig(1, 64, 64)
+BACKWARD_CASES = {
+    name: (case, {**keywords, "config": Config(backward=BACKWARD_TILES[i % 3])})
+    for i, (name, (case, keywords)) in enumerate(of_hopper_backward.CASES.items())
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_CASES)
+def test_backward_is_right_and_free_of_races(name):
+    case, keywords = BACKWARD_CASES[name]
+    kernels = dict(backward=backward, why_no_backward=why_no_backward)
+    of_hopper_backward.is_right_and_free_of_races(case, keywords, **kernels)
+
+
+def test_gradients_of_padding_that_holds_nan_are_zero():
+    case = dataclasses.replace(BASE, batch=(2,), N=2, K=2, mask="lengths")
+    problem, operands = of_hopper_backward.problem_of(case, {"config": Config(backward=BACKWARD_TILES[0])})
+    out, lse, d_out, d_lse = of_hopper_backward.residuals_of(case, problem, operands)
+    keywords = case.inputs().mask.keywords
+    there = lambda x, name: (
+        np.arange(x.shape[1])[None, :, None, None] < keywords[f"{name}_seq_lengths"][:, None, None, None]
+    )
+    names = ("query", "key_value", "key_value")
+    poisoned = [
+        np.where(there(x, name), x, np.asarray(np.nan, x.dtype)) for x, name in zip(operands[:3], names, strict=True)
+    ]
+    d_out = np.where(there(d_out, "query"), d_out, np.asarray(np.nan, d_out.dtype))
+    of = lambda arrays, d_out: of_hopper_backward.interpreted(
+        problem, operands._replace(q=arrays[0], k=arrays[1], v=arrays[2]), out, lse, d_out, d_lse, backward=backward
+    )
+    gradients, races = of(poisoned, d_out)
+    clean, _ = of(operands[:3], np.where(there(d_out, "query"), d_out, np.zeros((), d_out.dtype)))
+    assert not races
+    for name, x, y in zip(names, gradients, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+        assert not np.asarray(x, np.float32)[~np.broadcast_to(there(x, name), x.shape)].any()
 
 
 def test_the_race_detector_sees_a_missing_barrier(monkeypatch):

@@ -155,6 +155,8 @@ def test_the_kernels_hold_no_array_of_T_x_S():
         (np.zeros(13, np.int32), TypeError, ["strip.dtype=int32", "float"]),
         (lambda offset: offset, TypeError, ["strip(offsets).dtype=int32"]),
         (lambda offset: jnp.float32(0), ValueError, ["strip.shape=()"]),
+        (lambda offset: jnp.zeros((13, 4)), ValueError, ["strip.shape=(13, 4)", "Swap its last two dims"]),
+        (lambda offset: None, TypeError, ["strip(offsets)=None", "float array"]),
     ],
 )
 def test_wrong_strips_are_explained(strip, error, words):

@@ -1,14 +1,18 @@
 """The XLA path as it is on GPUs, whole rows of logits, run on the CPU: its results, its rule, its intervals, its memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa import masks
 from pallas_fa.backends.xla import intervals_of_keys, plan
 from pallas_fa.backends.xla.chunks import Chunks
+from pallas_fa.context_parallel import ring_attention
 from pallas_fa.masks.lengths import bind
 from pallas_fa.operands.dims import Dims
 from tests.cases import TABLE
@@ -31,10 +35,32 @@ def small_rows(as_on_gpu, monkeypatch):
     monkeypatch.setattr(intervals_of_keys, "_WORTH_A_CHOICE", 0)
 
 
-@pytest.mark.parametrize("case", sorted(representatives(TABLE), key=str), ids=str)
+_CASES = pytest.mark.parametrize("case", sorted(representatives(TABLE), key=str), ids=str)
+
+
+@_CASES
 @pytest.mark.usefixtures("small_rows", "quick_compilation")
-def test_table(case, check):
+def test_table_in_chunks_of_rows(case, check):
     check(case, "xla", gradients=True)
+
+
+@_CASES
+@pytest.mark.usefixtures("as_on_gpu", "quick_compilation")
+def test_table_with_all_rows_at_once(case, check):
+    check(case, "xla", gradients=True)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_a_ring_takes_probabilities_from_the_log_sum_exp_of_all_keys():
+    """Those of a hop's keys alone would be too large in its backward."""
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, k, v, d_out = jax.random.normal(jax.random.key(0), (4, 1, 32, 2, 8))
+    in_a_ring = functools.partial(ring_attention, axis_name="context", placement="contiguous", implementation="xla")
+    specs = {"in_specs": P(None, "context"), "out_specs": P(None, "context")}
+    have = jax.jit(lambda *qkv: jax.vjp(jax.shard_map(in_a_ring, mesh=mesh, **specs), *qkv)[1](d_out))(q, k, v)
+    attend = functools.partial(pallas_fa.dot_product_attention, implementation="reference")
+    for x, y in zip(have, jax.vjp(attend, q, k, v)[1](d_out), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 def _told(B, S, N, dtype=jnp.float32, **keywords):
@@ -47,7 +73,7 @@ def _told(B, S, N, dtype=jnp.float32, **keywords):
     ("B", "S", "N", "words"),
     [
         (8, 1024, 16, "1024 queries by 1024 keys at a time, 512 MiB"),  # all at once
-        (16, 1024, 16, "128 queries by 1024 keys at a time, 128 MiB"),
+        (32, 1024, 16, "128 queries by 1024 keys at a time, 256 MiB"),
         (2, 4096, 16, "512 queries by 4096 keys at a time, 256 MiB"),
         (1, 2**17, 16, "128 queries by 131072 keys at a time, 1.02e+03 MiB"),  # 512 bytes for each key and head
     ],

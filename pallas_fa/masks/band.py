@@ -74,10 +74,10 @@ def check_side(name: str, x: Any) -> Any:
     """Returns a side of a window: an int >= 0, None for no bound, or an int array; raises for anything else."""
     if x is None:
         return None
+    if isinstance(x, (tuple, list)) or (is_static_number(x) and not is_static_int(x)):
+        raise TypeError(f"{name}={x!r} must be an int (keys on that side), an int array, or None (no bound).")
     if not is_static_number(x):
         return offsets.int_array(name, x)
-    if not is_static_int(x):
-        raise TypeError(f"{name}={x!r} must be an int (keys on that side), an int array, or None (no bound).")
     if x < 0:
         raise ValueError(
             f"{name}={x} must not be negative. For no bound on that side (-1 in flash-attn) pass None; for a window away"

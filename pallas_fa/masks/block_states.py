@@ -12,7 +12,9 @@ from pallas_fa.masks.base import Mask
 from pallas_fa.masks.blocks import BlockMask, block_sizes
 from pallas_fa.masks.lengths import Lengths
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.pytree import is_static_int
+from pallas_fa.operands.pytree import is_array, is_static_int
+
+_COUNTED = {"T": "queries", "S": "keys", "batch": "batch entries", "heads": "query heads"}
 
 
 def block_mask(
@@ -38,11 +40,14 @@ def block_mask(
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"block_mask takes a Mask, got {type(mask).__name__}. Wrap a bool array as Dense(array).")
-    if not all(is_static_int(size) and size > 0 for size in (T, S)):
-        raise ValueError(f"T={T!r} and S={S!r} must be ints > 0, the numbers of queries and of keys.")
-    q, kv = block_sizes(block)
-    batch = (batch,) if is_static_int(batch) else tuple(batch)
-    dims = Dims(batch, T, S, heads or 1)
+    batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    given = ("T", T), ("S", S), *(("batch", x) for x in batch), *((("heads", heads),) if heads is not None else ())
+    for name, size in given:
+        if not is_static_int(size) or size <= 0:
+            value = f" of type {type(size).__name__}" if is_array(size) else f"={size!r}"
+            raise ValueError(f"{name}{value} must be an int > 0, known while tracing: the number of {_COUNTED[name]}.")
+    T, S, q, kv = int(T), int(S), *block_sizes(block)
+    dims = Dims(tuple(map(int, batch)), T, S, int(heads or 1))
     try:
         bound = mask.bind(dims, Lengths())
     except ValueError as e:

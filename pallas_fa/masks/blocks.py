@@ -54,12 +54,17 @@ class BlockMask(Mask):
         object.__setattr__(self, "block", block_sizes(self.block))
 
     def bind(self, dims: Dims, lengths: Any) -> "BlockMask":
+        counts = tuple(-(-size // block) for size, block in zip((dims.T, dims.S), self.block, strict=True))
+        if dims.has_symbolic_length and self.blocks.shape[-2:] != counts:
+            raise ValueError(
+                f"the block mask has {self.blocks.shape[-2:]} blocks, and the call has the symbolic lengths (T, S)="
+                f"({dims.T}, {dims.S}). Export with known lengths, or pass the mask without its blocks."
+            )
         if self.size not in (None, (dims.T, dims.S)):
             raise ValueError(
                 f"the block mask was made for (T, S)={self.size}, and the call has ({dims.T}, {dims.S}). Make it for these:"
                 f" block_mask(mask, {dims.T}, {dims.S})."
             )
-        counts = tuple(-(-size // block) for size, block in zip((dims.T, dims.S), self.block, strict=True))
         if self.blocks.shape[-2:] != counts:
             raise ValueError(
                 f"blocks.shape={self.blocks.shape} must end in {counts}: T={dims.T} queries in blocks of {self.block[0]} and"

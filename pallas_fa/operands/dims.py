@@ -52,10 +52,11 @@ class Dims:
         shape = (1,) * (len(full) - x.ndim) + tuple(x.shape)
         lead_fits = all(have in (1, want) for have, want in zip(shape[:-1], full[:-1], strict=False))
         if not 1 <= x.ndim <= len(full) or shape[-1] != full[-1] or not lead_fits:
+            swapped = x.ndim > 1 and x.shape[-2] == full[-1]
+            remedy = "Swap its last two dims." if swapped else "Compute it for these, or pass the function that does."
             raise ValueError(
                 f"{name}.shape={tuple(x.shape)} is not broadcastable to [*B, N, T + S - 1]={full}: one value for each offset"
-                f" s - t from -(T - 1)={1 - self.T} to S - 1={self.S - 1}, in this order. Compute it for these offsets, or"
-                " pass the function that does."
+                f" s - t from -(T - 1)={1 - self.T} to S - 1={self.S - 1}, in this order. {remedy}"
             )
         return self._flatten_batch(x.reshape(shape), inner=2)
 

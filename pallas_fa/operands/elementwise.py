@@ -89,8 +89,9 @@ def _traced(kind, fn, args):
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         shapes = ", ".join(str(x.shape) for x in args)
         raise (ValueError if isinstance(e, ValueError) else TypeError)(
-            f"{kind}.Custom: fn={fn!r} failed: {reason} Its arguments are traced arrays with the dims [b, n, t, s] of a tile"
-            f" of positions, here {shapes}; it must take any sizes. Arrays that it closes over must be indexed by b, n, t,"
+            f"{kind}.Custom: fn={fn!r} failed: {reason.rstrip('.')}. Its arguments are traced arrays with the dims [b, n, t,"
+            f" s] of a tile of positions, here {shapes}; it must take any sizes, with `&`, `|` and jnp.where where Python"
+            " has `and`, `or` and `if`. Arrays that it closes over must be indexed by b, n, t,"
             " s, or be passed as Custom(fn, array)."
         ) from e
     if not isinstance(result, jax.ShapeDtypeStruct):

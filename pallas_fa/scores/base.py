@@ -127,7 +127,11 @@ def _parts(score):
 
 def float_array(name: str, x: Any) -> Any:
     """Returns `x` as an array; raises TypeError unless its dtype is a float."""
-    x = x if is_array(x) else jnp.asarray(x)
+    if not is_array(x):
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{name}={x!r} is of type {type(x).__name__}; it must be a float array.") from e
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it with `.astype(jnp.float32)`.")
     return x

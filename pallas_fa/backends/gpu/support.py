@@ -8,18 +8,30 @@ from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
+LARGEST_HEAD_DIM = 256
 
-def why_not(problem: Problem, max_head_dim: int = 256) -> str | None:
+
+def why_not(problem: Problem, max_head_dim: int = LARGEST_HEAD_DIM) -> str | None:
     """Returns None if kernels can do `problem` on some GPU, with some tiles, else the reason; says nothing of functions."""
+    return why_not_sizes(problem, max_head_dim) or why_not_16_bits(problem)
+
+
+def why_not_sizes(problem: Problem, max_head_dim: int, of: str = "") -> str | None:
+    """Returns None if kernels can do a problem of these sizes, else the reason. `of`: what limits head dims, in words."""
     for name, size in (("H", problem.H), ("Hv", problem.Hv)):
         if size > max_head_dim:
-            return f"head dim {name}={size}; it takes at most {max_head_dim}"
+            return f"head dim {name}={size}{of}; it takes at most {max_head_dim}"
     if problem.dims.is_symbolic:
         return "a symbolic size; its kernels are made for sizes that are known"
-    if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
     if 0 in (problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N):
         return "a dim of size 0"
+    return None
+
+
+def why_not_16_bits(problem: Problem) -> str | None:
+    """Returns None if one product of 16-bit numbers is each matmul of `problem`, else the reason."""
+    if problem.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{problem.dtype} inputs; its matmuls are in bfloat16 or float16, and nothing is downcast silently"
     if isinstance(problem.precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return f"precision={problem.precision}; its matmuls multiply exactly and add in float32"
     return None

@@ -7,7 +7,8 @@ import jax
 
 from pallas_fa.backends.gpu import head_dims
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.support import why_not, why_not_functions
+from pallas_fa.backends.gpu.support import why_not_functions
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.mla import support as mla
 from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.problem import Problem
@@ -21,7 +22,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     kernels = head_dims.padded(problem)
     if problem.pages and kernels is not problem:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
-    reason = why_not(problem) or _why_no_forward(kernels, gpu)
+    reason = products.why_not(problem) or _why_no_forward(kernels, gpu)
     if reason:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
@@ -29,14 +30,19 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     if problem.pages:
         return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
     forward = problem.config and problem.config.forward
-    only_named = NEVER_RUN if forward and forward.stream_k else None
+    untried = products.parts_of(problem) > 1 or (forward and forward.stream_k)
+    only_named = NEVER_RUN if untried else None
     return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):
     from pallas_fa.backends.hopper.decode import choose as decode
 
-    remarks = [head_dims.remark(problem), decode.remark(kernels, gpu) if decode.applies(kernels) else None]
+    remarks = [
+        head_dims.remark(problem),
+        products.remark(problem),
+        decode.remark(kernels, gpu) if decode.applies(kernels) else None,
+    ]
     return "; ".join(filter(None, remarks)) or None
 
 
@@ -58,6 +64,8 @@ def _pages_reason(problem, gpu):
     from pallas_fa.backends.hopper import pages
     from pallas_fa.backends.hopper.decode import choose as decode
 
+    if products.parts_of(problem) > 1:
+        return f"{problem.dtype} keys in pages, which would be split into parts"
     if not decode.applies(problem):
         return f"T={problem.dims.T} queries and keys in pages; it takes at most {decode.MOST_QUERIES} then"
     if problem.mask is not None and problem.mask.has_blocks:

@@ -4,9 +4,11 @@ TMA copies a tile of the whole head dim at once where the sequence length is a m
 Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor cores read,
 so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
+Of an operand that is split (see `products`), the chunks of one part follow those of another.
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ class Tiles:
     layout: Layout
     interpret: bool
     in_chunks: bool = False
+    parts: int = 1
 
     @property
     def padded_dim(self) -> int:
@@ -51,16 +54,30 @@ class Tiles:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a tile, each copied by one TMA instruction."""
+        """Chunks of the head dim."""
         return self.padded_dim // self.chunk
+
+    @property
+    def copies(self) -> int:
+        """Chunks of a tile, of all its parts, each copied by one TMA instruction."""
+        return self.parts * self.chunks
 
     def scratch(self, *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
-        shape = (*lead, self.chunks, rows, self.chunk)
+        views = self.views(*lead, rows=rows)
+        return views[0] if len(views) == 1 else plgpu.RefUnion(*views)
+
+    def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
+        """Returns the views of this memory: one for both, or `matrix` and `copied`."""
+        shape = (*lead, self.copies, rows, self.chunk)
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.chunk * self.dtype.itemsize))
         if self._one_view:
-            return matrix
-        return plgpu.RefUnion(matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),)))
+            return (matrix,)
+        return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),))
+
+    def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
+        """Returns shared memory for tiles like these, and for `other` of the same size later (see `over_another`)."""
+        return plgpu.RefUnion(*self.views(*lead, rows=rows), *other.views(*lead, rows=rows))
 
     def matrix(self, ref: Any) -> Any:
         """Returns the tensor cores' view of what `scratch` gave."""
@@ -71,22 +88,40 @@ class Tiles:
         return ref if self._one_view else ref[1]
 
     def load(self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any) -> None:
-        """Starts copying rows of one head into a tile; arrives on `barrier` `chunks` times."""
-        for i in range(self.chunks):
+        """Starts copying rows of one head into a tile; arrives on `barrier` `copies` times."""
+        for i in range(self.copies):
             plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i), copied.at[i], barrier)
 
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
-        for i in range(self.chunks):
+        for i in range(self.copies):
             plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i))
 
     def _part(self, gmem, b, rows, head, i):
-        return gmem.at[ordered(self.layout, (b, rows, head, self.columns(i)))]
+        part, chunk = divmod(i, self.chunks)
+        if part:
+            head = head + part * (gmem.shape[self.layout.index("N")] // self.parts)
+        return gmem.at[ordered(self.layout, (b, rows, head, self.columns(chunk)))]
 
-    def columns(self, i: int) -> Any:
-        """Returns where the columns of chunk i lie."""
+    def columns(self, chunk: int) -> Any:
+        """Returns where the columns of a chunk lie."""
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
-        return pl.ds(i * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
+        return pl.ds(chunk * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
+
+
+def pieces(chunks: Sequence[Any], width: int) -> Iterator[Any]:
+    """Yields arrays [rows, width] of the columns of `chunks`, of which each has a multiple of `width`."""
+    for x in chunks:
+        for column in range(0, x.shape[1], width):
+            yield x[:, column : column + width] if width < x.shape[1] else x
+
+
+def over_another(scratch: dict[str, Any], name: str, tiles: Tiles, other_name: str, other: Tiles) -> dict[str, Any]:
+    """Returns `scratch`, in which tiles `other` share the memory of `tiles`, with a ref of each under its own name."""
+    views = tuple(scratch[f"{name}_smem"])
+    first = len(tiles.views(rows=64))
+    one_or_all = lambda views: views if len(views) > 1 else views[0]
+    return scratch | {f"{name}_smem": one_or_all(views[:first]), f"{other_name}_smem": one_or_all(views[first:])}
 
 
 def in_same_chunks(a: Tiles, b: Tiles) -> tuple[Tiles, Tiles]:

@@ -4,7 +4,8 @@ On the GPU a matmul is an asynchronous wgmma instruction. It adds to an accumula
 value, and its left operand may lie in registers. The interpreter has none of this. There an accumulator is a `_Box` (or
 shared memory, where it lives across loops), and a matmul reads its operands and multiplies them with jnp at once.
 
-Operands in shared memory come in chunks of their head dim: [chunks, rows, columns] (see `tiles.Tiles`).
+Operands in shared memory come in chunks of their head dim: [chunks, rows, columns] (see `tiles.Tiles`). They may be split
+into parts, as those in registers are, each then a tuple: `products` says which of them are multiplied.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.hopper import products
 
 Shape = tuple[int, int]
 
@@ -40,6 +43,7 @@ class Wgmma:
     """
 
     interpret: bool
+    parts: int = 1  # of each operand
 
     def scoped(self, body: Callable[..., Any], *shapes: Shape) -> Any:
         """Returns body(*accumulators). They start at 0 and live until it returns; no loop may lie between."""
@@ -97,15 +101,36 @@ class Wgmma:
         transposed = lambda x, flag: x.transpose((1, 0)) if flag else x
         plgpu.wgmma(acc, transposed(a, transpose_a), transposed(b, transpose_b))
 
-    def inner_products(self, acc: Any, a: Any, smem: Any) -> None:
-        """Issues acc += a smem^T, summed over the chunks of the head dim; `a` is an operand or a list of its chunks."""
-        for i in range(smem.shape[0]):
-            self.matmul(acc, a[i] if isinstance(a, list) else a.at[i], smem.at[i], transpose_b=True)
+    def inner_products(self, acc: Any, a: Any, smem: Any) -> int:
+        """Issues acc += a smem^T, summed over the chunks of the head dim; returns how many matmuls these are.
 
-    def weighted_sums(self, accs: Sequence[Any], weights: Any, smem: Any) -> None:
-        """Issues acc += weights smem for each chunk of the head dim, which has an accumulator of its own."""
+        `a` is an operand in shared memory or a list of its chunks.
+        """
+        chunks, pairs = smem.shape[0] // self.parts, products.pairs(self.parts)
+        for of_a, of_b in pairs:
+            for i in range(chunks):
+                left = of_a * chunks + i
+                left = a[left] if isinstance(a, list) else a.at[left]
+                self.matmul(acc, left, smem.at[of_b * chunks + i], transpose_b=True)
+        return len(pairs) * chunks
+
+    def weighted_sums(self, accs: Sequence[Any], weights: tuple[Any, ...], smem: Any) -> int:
+        """Issues acc += weights smem for each chunk of the head dim, which has an accumulator of its own.
+
+        `weights`: the parts of an operand in registers. Returns how many matmuls these are.
+        """
+        pairs = products.pairs(self.parts)
         for i, acc in enumerate(accs):
-            self.matmul(acc, weights, smem.at[i])
+            for of_weights, of_b in pairs:
+                self.matmul(acc, weights[of_weights], smem.at[of_b * len(accs) + i])
+        return len(pairs) * len(accs)
+
+    def sum_of_products(self, acc: Any, a: Sequence[Any], b: Sequence[Any]) -> int:
+        """Issues acc += a^T b, of operands in shared memory, each in its parts; returns how many matmuls these are."""
+        pairs = products.pairs(self.parts)
+        for of_a, of_b in pairs:
+            self.matmul(acc, a[of_a], b[of_b], transpose_a=True)
+        return len(pairs)
 
     def result(self, acc: Any, in_flight: int) -> Any:
         """Returns the accumulator's value, once its matmuls are done."""

@@ -2,8 +2,8 @@
 
 On GPUs, whole rows of logits, since each pass over logits in memory costs time there:
 
-- all rows at once, where both sequences have at most 2048 positions and the logits take at most 512 MiB. XLA may keep them
-  from the forward to the backward of a program, as it does those of `jax.nn`;
+- all rows at once, where both sequences have at most 2048 positions and the logits take at most 1 GiB. XLA may keep them
+  and the probabilities from the forward to the backward of a program, as it does those of `jax.nn`;
 - else chunks of queries, at least eight, with at most 256 MiB of logits each, but at least 128 queries: then a chunk has
   128 logits for each key, head and batch entry, so that memory stays proportional to the inputs.
 
@@ -19,7 +19,7 @@ from pallas_fa.backends.xla.chunks import SYMBOLIC, Chunks, even_chunk, split_ax
 from pallas_fa.problem import Problem
 
 _SHORT = 2048
-_LOGITS_AT_ONCE = 2**29  # bytes
+_LOGITS_AT_ONCE = 2**30  # bytes
 _LOGITS_OF_A_CHUNK = 2**28  # bytes
 _FEWEST_CHUNKS = 8
 _FEWEST_QUERIES = 128

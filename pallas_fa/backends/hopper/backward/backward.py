@@ -14,11 +14,13 @@ from jax import lax
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
+from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
-from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.choose import candidates, choose
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
@@ -36,7 +38,11 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
         if not plans:
             return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
         if not any(fits(on_gpu(plan), gpu) for plan in plans):
-            return "the arrays of the mask and the score need more shared memory than the backward kernel has"
+            needed = min(scratch_bytes(on_gpu(plan)) for plan in plans)
+            return (
+                f"the backward kernel needs {needed} bytes of shared memory with its tiles and the arrays of its mask and"
+                f" score; there are {gpu.shared_memory}"
+            )
         unordered = plans[0].score_gradients.has_unordered_sums(plans[0].arrays, problem.dims)
         if problem.deterministic_gradients and unordered:
             return (
@@ -46,6 +52,7 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     return why_not_pullback(problem)
 
 
+@in_float16_range
 @padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
@@ -62,6 +69,7 @@ def backward(
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
+    q, k, v, d_out = (products.in_memory(problem, x, problem.layout) for x in (q, k, v, d_out))
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
@@ -85,7 +93,8 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropou
     if dq:
         starts = [jnp.full(dq.claims_shape, zero, jnp.int32) if first_store else jnp.full(dq.shape, zero)]
     added = [jax.new_ref(x) for x in (*starts, *(jnp.full(plan.added_shape(i), zero) for i in scores.added))]
-    inputs = dict(dq=q, dk=k, dv=v)
+    B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
+    shapes = dict(dq=(B, T, N, problem.H), dk=(B, S, problem.K, problem.H), dv=(B, S, problem.K, problem.Hv))
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
         kernel(plan, *refs, **scratch)
@@ -99,7 +108,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropou
         *added,
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, jnp.float32),) if dq and first_store else ()),
-            *(jax.ShapeDtypeStruct(inputs[name].shape, problem.dtype) for name in plan.kind.stored),
+            *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
         ctas=plan.order.grid.ctas,

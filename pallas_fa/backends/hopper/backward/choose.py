@@ -5,6 +5,7 @@ import jax
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
@@ -28,6 +29,7 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         group=problem.group,
         masked=problem.mask is not None,
         visit_table=bool(jax.tree.leaves(problem.mask)),
+        split=products.parts_of(problem) > 1,
     )
     named = problem.config and problem.config.backward
     configs = (named,) if named else backward_configs(facts)

@@ -12,6 +12,7 @@ from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.padding import zero_stationary
 from pallas_fa.backends.hopper.backward.step import skip, step
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
+from pallas_fa.backends.hopper.tiles import pieces
 
 
 def compute(w: Warpgroup) -> None:
@@ -46,22 +47,30 @@ def compute(w: Warpgroup) -> None:
 
 def _store(w, d_qk, d_pv):
     """Stores the gradients of the stationary operands through their shared memory."""
-    plan, block, dtype = w.plan, w.block, w.plan.problem.dtype
-    stores = []
-    if d_pv:
-        for i, x in enumerate(d_pv):  # no other warpgroup reads these rows
-            w.stationary_pv[i, w.rows] = (x if plan.dropout_scale is None else x * plan.dropout_scale).astype(dtype)
-        stores.append((plan.tiles.stationary_pv, w.stationary_pv_name, "dv"))
+    plan, block, stores = w.plan, w.block, []
+    if plan.splits:
+        w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
+    if d_pv:  # else no other warpgroup reads these rows
+        d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
+        stores.append((*_stage(w, w.stationary_pv_name, d_pv), "dv"))
     if d_qk:
-        if plan.dq:
+        if plan.dq and not plan.splits:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
-        for i, x in enumerate(d_qk):
-            w.stationary_qk[i, w.rows] = (x * plan.qk_scale).astype(dtype)
-        stores.append((plan.tiles.stationary_qk, "stationary_qk", "dk" if plan.kind.keys_stationary else "dq"))
+        staged = _stage(w, "stationary_qk", [x * plan.qk_scale for x in d_qk])
+        stores.append((*staged, "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
-    for tiles, name, gradient in stores:
-        copied = tiles.copied(w.scratch[f"{name}_smem"]).at[:, w.rows]
+    for tiles, smem, gradient in stores:
+        copied = tiles.copied(smem).at[:, w.rows]
         tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head)
+
+
+def _stage(w, name, chunks):
+    """Puts the gradient of a stationary operand into its shared memory; returns (tiles, that memory)."""
+    tiles, smem = w.plan.gradient_tiles(name), w.scratch[f"d_{name}_smem" if w.plan.splits else f"{name}_smem"]
+    matrix = tiles.matrix(smem)
+    for i, x in enumerate(pieces(chunks, tiles.chunk)):
+        matrix[i, w.rows] = x.astype(tiles.dtype)
+    return tiles, smem
 
 
 def _all_heads(w, accs):

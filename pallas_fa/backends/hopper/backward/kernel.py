@@ -18,13 +18,14 @@ from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.compute import compute
 from pallas_fa.backends.hopper.backward.load import Load
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.scratch import by_name
 from pallas_fa.backends.hopper.backward.store_dq import store_dq
 from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup
 
 
 def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
     """Runs a CTA. `refs`: the operands and results of a pass of `backward`; `scratch`: that of `scratch.scratch`."""
-    gmem, c, dq = device_memory.named(plan, refs), plan.config, plan.dq
+    gmem, c, dq, scratch = device_memory.named(plan, refs), plan.config, plan.dq, by_name(plan, scratch)
     block = work.block_here(plan)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers

@@ -60,7 +60,7 @@ def _lengths(w, n):
 
 def _zero_rows(smem: Any, tiles: Tiles, first: Any, length: Any) -> None:
     """Zeroes rows at and past `length` among the 64 rows from row `first` of a tile."""
-    for chunk in range(tiles.chunks):
+    for chunk in range(tiles.copies):
         for column in range(0, tiles.chunk, 64):
             piece = smem.at[chunk, pl.ds(first, 64), pl.ds(column, 64)]
             row = first + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)

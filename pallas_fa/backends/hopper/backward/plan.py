@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.order import Order
 from pallas_fa.backends.hopper.config import BackwardConfig
@@ -60,10 +61,20 @@ class BackwardPlan(BackwardCore):
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, d_out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
+        dtype, parts = products.operand_dtype(problem), products.parts_of(problem)
+        q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, parts=parts) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
         return OperandTiles(k, v, q, d_out) if self.kind.keys_stationary else OperandTiles(q, d_out, k, v)
+
+    @property
+    def splits(self) -> bool:
+        """Whether operands are split into parts, so that the gradients' tiles differ from those of the operands."""
+        return self.tiles.stationary_qk.parts > 1
+
+    def gradient_tiles(self, name: str) -> Tiles:
+        """Returns the tiles of the gradient of stationary operand `name`; they take the operand's shared memory."""
+        return dataclasses.replace(getattr(self.tiles, name), dtype=self.problem.dtype, parts=1)
 
     @functools.cached_property
     def padding(self) -> Padding:

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import add_to_gmem
 
@@ -17,13 +18,15 @@ from pallas_fa.backends.hopper.tma import add_to_gmem
 def probabilities(
     w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...]
 ) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns (P, dS) as operands of matmuls, None where not needed, and `sums` plus the score's gradients of this tile.
+    """Returns (P, dS) as operands of matmuls, and `sums` plus the score's gradients of this tile.
+
+    An operand is a tuple of its parts, None where it is not needed.
 
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
     With a score, logits are scaled, scored and shifted in registers instead.
     """
     plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
-    shape, dtype, scale = (64, plan.config.width), plan.problem.dtype, plan.problem.scale
+    problem, shape, scale = plan.problem, (64, plan.config.width), plan.problem.scale
     streamed_qk, streamed_pv = w.streamed_qk.at[slots.qk], w.streamed_pv.at[slots.pv]
 
     def statistic(name, slot):
@@ -38,12 +41,12 @@ def probabilities(
             s_acc[...] = statistic("neg_lse", slots.qk)
         if kind.accumulates_qk:
             dp_acc[...] = statistic("delta", slots.pv)
-        chunks = range(plan.tiles.stationary_qk.chunks)
-        wgmma.inner_products(s_acc, [w.stationary_qk.at[i, rows] for i in chunks], streamed_qk)
-        chunks = range(plan.tiles.stationary_pv.chunks if kind.accumulates_qk else 0)
+        of_rows = lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
+        wgmma.inner_products(s_acc, of_rows(w.stationary_qk), streamed_qk)
+        issued = 0
         if kind.accumulates_qk:
-            wgmma.inner_products(dp_acc, [w.stationary_pv.at[i, rows] for i in chunks], streamed_pv)
-        s = wgmma.result(s_acc, in_flight=len(chunks))
+            issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
+        s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
             x = s * scale
@@ -52,14 +55,14 @@ def probabilities(
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
         p = tile.dropped(plan, tile.zero_where_masked(p))
-        p_operand = tile.kept(plan, p).astype(dtype) if kind.accumulates_pv else None
+        p_operand = products.operand(problem, tile.kept(plan, p)) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
         dp = wgmma.result(dp_acc, in_flight=0)
         neg_delta = lambda: statistic("delta", slots.pv)
         ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
-        return p_operand, ds.astype(dtype), new_sums
+        return p_operand, products.operand(problem, ds), new_sums
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk else 1))
 

@@ -16,6 +16,7 @@ from pallas_fa.backends.gpu.named_barriers import (
 )
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.tiles import over_another
 
 _F32 = jnp.dtype(jnp.float32)
 
@@ -82,10 +83,10 @@ def _statistic(plan, stages):
 def _dq(plan):
     if not plan.dq:
         return {}
-    c, dtype = plan.config, plan.problem.dtype
+    c, tiles = plan.config, plan.tiles.stationary_qk
     return dict(
         dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32),
-        ds_smem=_swizzled((c.ds_stages, c.block, c.width), dtype),
+        ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype),
     )
 
 
@@ -107,29 +108,50 @@ def _operands(plan):
     arrays = sum(c.compute_wgs if plan.arrays[i].kind == "tile" else 1 for i in plan.arrays.in_smem)
     scratch = dict(
         streamed_qk_ready=plgpu.Barrier(
-            num_arrivals=tiles.streamed_qk.chunks + statistic + arrays, num_barriers=c.stages[0]
+            num_arrivals=tiles.streamed_qk.copies + statistic + arrays, num_barriers=c.stages[0]
         ),
         streamed_qk_smem=tiles.streamed_qk.scratch(c.stages[0], rows=c.width),
         streamed_pv_ready=plgpu.Barrier(
-            num_arrivals=tiles.streamed_pv.chunks + (statistic if kind.accumulates_qk else 0), num_barriers=c.stages[1]
+            num_arrivals=tiles.streamed_pv.copies + (statistic if kind.accumulates_qk else 0), num_barriers=c.stages[1]
         ),
         streamed_pv_smem=tiles.streamed_pv.scratch(c.stages[1], rows=c.width),
-        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.chunks + 1 - statistic),
-        stationary_qk_smem=tiles.stationary_qk.scratch(rows=c.block),
+        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.copies + 1 - statistic),
+        stationary_qk_smem=_stationary(plan, "stationary_qk"),
     )
     if kind.accumulates_qk:
-        scratch["stationary_pv_ready"] = plgpu.Barrier(num_arrivals=tiles.stationary_pv.chunks + 1 - statistic)
+        scratch["stationary_pv_ready"] = plgpu.Barrier(num_arrivals=tiles.stationary_pv.copies + 1 - statistic)
     if kind.accumulates_qk or tiles.stationary_pv != tiles.stationary_qk:
         # Where it is not read, dV only passes through it on its way out.
-        scratch["stationary_pv_smem"] = tiles.stationary_pv.scratch(rows=c.block)
+        scratch["stationary_pv_smem"] = _stationary(plan, "stationary_pv")
     return scratch | {"neg_lse_smem": _statistic(plan, c.stages[0])}
 
 
+def _stationary(plan, name):
+    tiles, rows = getattr(plan.tiles, name), plan.config.block
+    if plan.splits and not plan.interpret:
+        return tiles.scratch_with(plan.gradient_tiles(name), rows=rows)
+    return tiles.scratch(rows=rows)
+
+
+def by_name(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the refs of `scratch` with those that share memory told apart: `d_x_smem` has the gradient of operand x."""
+    for name in ("stationary_qk", "stationary_pv") if plan.splits and not plan.interpret else ():
+        if f"{name}_smem" in scratch:
+            tiles = getattr(plan.tiles, name), f"d_{name}", plan.gradient_tiles(name)
+            scratch = over_another(scratch, name, *tiles)
+    return scratch
+
+
 def _stand_ins(plan):
-    """What stands for register accumulators and named barriers in the interpreter."""
+    """What stands for register accumulators, named barriers and shared memory with two uses in the interpreter."""
     tiles = dict(qk=plan.tiles.stationary_qk, pv=plan.tiles.stationary_pv)
     accumulators = {
         f"d_{name}_stand_in": plgpu.SMEM((plan.config.compute_wgs, x.chunks, 64, x.chunk), _F32)
         for name, x in tiles.items()
     }
-    return accumulators | interpreter_scratch(_parties(plan))
+    gradients = {
+        f"d_{name}_smem": plan.gradient_tiles(name).scratch(rows=plan.config.block)
+        for name in ("stationary_qk", "stationary_pv")
+        if plan.splits
+    }
+    return accumulators | gradients | interpreter_scratch(_parties(plan))

@@ -1,5 +1,6 @@
 """One step of a compute warpgroup of the backward kernel: its 64 stationary positions against one streamed tile."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     p, ds, sums = probabilities(w, at, rows, slots, sums)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-        wgmma.weighted_sums(accs.qk, ds, streamed_qk)
-        wgmma.wait(len(accs.qk))
+        issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
+        wgmma.wait(issued)
         w.release_pv(slots)
         wgmma.wait(0)
         w.release_qk(slots)
@@ -41,12 +42,13 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     dv_first = plan.problem.mask is not None  # evidence: backward/dv-matmul-first
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-    ds_smem[rows] = ds
+    for smem, part in zip(ds_smem, ds, strict=True):
+        smem[rows] = part
     if not dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     fence_async_proxy(plan.interpret)
     w.barriers["wgs_meet"].wait()
-    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, ds, slots)
+    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
     return sums
@@ -59,8 +61,9 @@ def skip(w: Warpgroup, done: Any) -> None:
     if plan.dq:
         wg = opaque(w.wg, plan.interpret)
         ds_smem = _ds_smem(w, done)
-        zeros = jnp.zeros((64, plan.config.width), plan.problem.dtype)
-        ds_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
+        zeros = jnp.zeros((64, plan.config.width), plan.tiles.stationary_qk.dtype)
+        for part_smem in ds_smem:
+            part_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
         fence_async_proxy(plan.interpret)
         w.barriers["wgs_meet"].wait()
         _stage_dq(w, plan.dq, wg, done, ds_smem, (), None, slots)
@@ -70,36 +73,45 @@ def skip(w: Warpgroup, done: Any) -> None:
 
 
 def _ds_smem(w, done):
-    """Where step `done` puts dS, once no warpgroup reads it any more."""
-    c = w.plan.config
+    """Where step `done` puts the parts of dS, once no warpgroup reads them any more."""
+    c, parts = w.plan.config, w.plan.tiles.stationary_qk.parts
     if c.ds_stages == 1 and c.compute_wgs > 1:
         w.barriers["wgs_meet"].wait()
-    return w.scratch["ds_smem"].at[lax.rem(done, jnp.int32(c.ds_stages))]
+    stage = lax.rem(done, jnp.int32(c.ds_stages))
+    return [w.scratch["ds_smem"].at[stage * parts + i if parts > 1 else stage] for i in range(parts)]
 
 
 def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots) -> None:
     """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way."""
-    plan, wgmma, wgs = w.plan, w.wgmma, w.plan.config.compute_wgs
+    plan, wgmma, wgs, tiles = w.plan, w.wgmma, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
+    place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
+    parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
     if dq.by_rows:
-        ds_smem = ds_smem.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else ds_smem
-        keys = [w.stationary_qk.at[i] for i in range(plan.tiles.stationary_qk.chunks)]
-    elif plan.tiles.stationary_qk.chunks > 1:
-        keys = [w.stationary_qk.at[wg]]
+        ds_smem = [x.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else x for x in ds_smem]
+        columns = [(slice(None), pl.ds(i, 64)) for i in range(0, tiles.chunk, 64)] if plan.splits else [()]
+        keys = [parts_at(i, *at) for i in range(tiles.chunks) for at in columns]
+    elif tiles.chunks > 1:
+        keys = [parts_at(wg)]
     else:
-        keys = [w.stationary_qk.at[0, :, pl.ds(wg * dq.columns, dq.columns)]]
+        keys = [parts_at(0, slice(None), pl.ds(wg * dq.columns, dq.columns))]
 
-    def matmuls(*dq_accs):
-        for acc, k in zip(dq_accs, keys, strict=True):
-            wgmma.matmul(acc, ds_smem, k, transpose_a=True)
-        wgmma.wait(len(keys))  # dV is done
-        w.release_pv(slots)
-        if qk_accs:
-            wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk])
-        return tuple(wgmma.result(acc, in_flight=len(qk_accs)) for acc in dq_accs)
+    def matmuls(keys, is_first, is_last, *dq_accs):
+        issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
+        if is_first:
+            wgmma.wait(issued)  # dV is done
+            w.release_pv(slots)
+        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and qk_accs else 0
+        return tuple(wgmma.result(acc, in_flight=issued) for acc in dq_accs)
 
-    parts = wgmma.scoped(matmuls, *((64, k.shape[1]) for k in keys))
-    w.barriers["dq_free"].wait(wg)
-    for i, x in enumerate(parts):
-        w.scratch["dq_smem"][wg, :, i * x.shape[1] : (i + 1) * x.shape[1]] = x
+    # Split operands leave registers for 64 columns at a time.
+    groups, column = [[k] for k in keys] if plan.splits else [keys], 0
+    for group in groups:
+        body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
+        columns = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
+        if group is groups[0]:
+            w.barriers["dq_free"].wait(wg)
+        for x in columns:
+            w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
+            column += x.shape[1]
     fence_async_proxy(plan.interpret)
     w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)

@@ -17,6 +17,7 @@ class BackwardFacts(NamedTuple):
     group: query heads of a key head.
     masked: there is a mask.
     visit_table: it has arrays, so CTAs read from a table which tiles they visit.
+    split: operands are in two parts.
     """
 
     gives: tuple[str, ...]
@@ -26,6 +27,7 @@ class BackwardFacts(NamedTuple):
     group: int
     masked: bool
     visit_table: bool
+    split: bool
 
 
 class Choice(NamedTuple):
@@ -76,6 +78,9 @@ _NARROW = Choice(
     dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
     _SMALL,
 )
+_SPLIT_OPTIONS = dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER)
+_SPLIT_FUSED = BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (2, 1), 1), BackwardConfig(1, 64, (1, 1), 1)
+_SPLIT_PAIR = BackwardConfig(2, 64), BackwardConfig(2, 64, (1, 1)), BackwardConfig(1, 64, (1, 1))
 _LARGE = (
     BackwardConfig(2, 64),
     BackwardConfig(2, 64, (2, 1)),
@@ -85,6 +90,15 @@ _LARGE = (
 
 TILES = Table(
     "backward/tiles",
+    *(
+        Row(choice, "library/float32-products", split=True, **where)
+        for choice, where in (
+            (Choice(_SPLIT_FUSED, _SPLIT_OPTIONS, ()), dict(**_H64, gives=_FUSED)),
+            (Choice(_SPLIT_FUSED[1:], _SPLIT_OPTIONS, ()), dict(gives=_FUSED)),
+            (Choice((), {}, _SPLIT_PAIR), _H64),
+            (Choice((), {}, _SPLIT_PAIR[1:]), {}),
+        )
+    ),
     Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),

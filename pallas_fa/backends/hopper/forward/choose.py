@@ -6,6 +6,7 @@ import numpy as np
 from pallas_fa import masks
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
@@ -30,6 +31,7 @@ def _facts(problem):
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
+        split=products.parts_of(problem) > 1,
     )
 
 

@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import Logits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -29,7 +30,7 @@ class Compute:
 
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, wg: Any, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.wgmma, self.ping_pong = Wgmma(plan.interpret), ping_pong_barrier(plan, scratch)
+        self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
         self.k, self.v = plan.tiles.k.matrix(scratch["k_smem"]), plan.tiles.v.matrix(scratch["v_smem"])
         self.q = work.of_queries(block, plan.tiles.q.matrix(scratch["q_smem"])).at[wg]
         self.t0 = block.t0 + wg * 64
@@ -107,12 +108,12 @@ class Compute:
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         self._wait_to_issue()
 
-        def products(x_acc):
+        def first_products(x_acc):
             self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
             self._let_next_issue()
             return self.wgmma.result(x_acc, in_flight=0)
 
-        x = self.wgmma.scoped(products, (64, plan.config.block_kv))
+        x = self.wgmma.scoped(first_products, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
@@ -123,7 +124,7 @@ class Compute:
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, self._dropped(p, i, visited).astype(plan.problem.dtype)
+        return acc, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
 
     def _dropped(self, p, i, visited):
         """Returns the probabilities of step i after dropout, which the epilogue scales."""
@@ -138,9 +139,9 @@ class Compute:
         def matmuls(accs, x_acc):
             self.wgmma.inner_products(x_acc, self.q, self.k.at[k_slot])
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
-            self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
+            issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
             self._let_next_issue()
-            x = self.wgmma.result(x_acc, in_flight=len(accs))
+            x = self.wgmma.result(x_acc, in_flight=issued)
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, self._dropped(p_i, i, visited), *of_max
@@ -150,7 +151,7 @@ class Compute:
 
         plgpu.barrier_wait(scratch["k_ready"].at[k_slot])
         self._wait_to_issue()
-        like_p = plgpu.layout_cast(jnp.zeros(p.shape, jnp.float32), TILE)
+        like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
         like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
         acc, (l, p, *new_max) = self.wgmma.updated(matmuls, acc, (64, plan.config.block_kv), like=like)
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])
@@ -159,7 +160,7 @@ class Compute:
         if new_max:
             m, rescale = new_max
             acc = epilogue.times_rows(acc, rescale)
-        return acc, m, l, p.astype(plan.problem.dtype)
+        return acc, m, l, products.operand(plan.problem, p)
 
     def _finish(self, acc, m, l, p):
         """The last P V, and the stores."""
@@ -167,7 +168,11 @@ class Compute:
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
-        acc, _ = self.wgmma.updated(lambda accs: self.wgmma.weighted_sums(accs, p, self.v.at[slot]), acc)
+
+        def matmuls(accs):
+            self.wgmma.weighted_sums(accs, p, self.v.at[slot])
+
+        acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
         epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, self.sink)
@@ -183,12 +188,12 @@ class Compute:
         @pl.when(start + plan.config.block_kv > length)
         def _():
             for row, column in itertools.product(range(0, plan.config.block_kv, 64), range(0, plan.tiles.v.chunk, 64)):
-                for chunk in range(plan.tiles.v.chunks):
+                for chunk in range(plan.tiles.v.copies):
                     part = v.at[chunk, pl.ds(row, 64), pl.ds(column, 64)]
                     key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)
                     values = plgpu.load(part, layout=TILE)
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 
         plgpu.commit_smem()
-        for _copy in range(plan.tiles.v.chunks * plan.boxes):
+        for _copy in range(plan.tiles.v.copies * plan.boxes):
             plgpu.barrier_arrive(self.scratch["v_ready"].at[slot])

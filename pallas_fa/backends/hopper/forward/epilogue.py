@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.online_softmax import finish
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.work import QueryBlock, result_place
+from pallas_fa.backends.hopper.tiles import pieces
 
 
 def store(
@@ -33,12 +34,8 @@ def store(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
     out_smem = plan.tiles.out.matrix(smem)
-    width = plan.tiles.out.chunk
-    pieces = plan.tiles.v.chunk // width
-    for chunk, x in enumerate(times_rows(acc, factor)):
-        for piece in range(pieces):
-            part = x[:, piece * width : (piece + 1) * width] if pieces > 1 else x
-            out_smem[wg, chunk * pieces + piece] = part.astype(plan.tiles.out.dtype)
+    for i, x in enumerate(pieces(times_rows(acc, factor), plan.tiles.out.chunk)):
+        out_smem[wg, i] = x.astype(plan.tiles.out.dtype)
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()
     b, n, row = result_place(plan, block, wg)

@@ -19,11 +19,12 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import Load, drain
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
+from pallas_fa.backends.hopper.forward.scratch import by_name, ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.operands.layout import ordered
@@ -51,6 +52,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
     """
     q, k, v, score, mask, sinks, dropout = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
+    q = products.in_memory(problem, q, plan.query_layout)
+    k, v = (products.in_memory(problem, x, problem.layout) for x in (k, v))
     arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
     if visits is not None:
         arrays.append(visits)
@@ -117,6 +120,7 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     sinks = None if plan.problem.sinks is None else arrays.pop()
     share_table = arrays.pop() if plan.stream_k and plan.stream_k.visits is None else None
     visit_table = arrays.pop() if plan.visit_table else None
+    scratch = by_name(plan, scratch)
     gmem = _Refs(q, k, v, tuple(arrays), visit_table, share_table, sinks, dropout, page_table, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers

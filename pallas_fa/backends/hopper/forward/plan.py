@@ -10,7 +10,7 @@ from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.gpu.stream_k import StreamK
-from pallas_fa.backends.hopper import pages
+from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
@@ -45,9 +45,12 @@ class ForwardPlan(ForwardCore):
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         layouts = self.query_layout, problem.layout, problem.layout, self.query_layout
+        parts, dtype = products.parts_of(problem), products.operand_dtype(problem)
         q, k, v, out = (
-            Tiles(*shape, problem.dtype, layout, self.interpret) for shape, layout in zip(shapes, layouts, strict=True)
+            Tiles(*shape, dtype, layout, self.interpret, parts=parts)
+            for shape, layout in zip(shapes, layouts, strict=True)
         )
+        out = dataclasses.replace(out, dtype=problem.dtype, parts=1)
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
             layout = "BNTH" if self.stream_k else self.query_layout
@@ -129,3 +132,9 @@ class ForwardPlan(ForwardCore):
     def separate_out(self) -> bool:
         """Whether the output has shared memory of its own, or takes that of the queries."""
         return self.several_blocks or self.tiles.out != self.tiles.q
+
+    @property
+    def out_over_q(self) -> bool:
+        """Whether the output, whose tiles differ from those of the queries, takes their shared memory all the same."""
+        q, out = (x.copies * x.chunk * x.dtype.itemsize for x in (self.tiles.q, self.tiles.out))
+        return self.separate_out and not self.several_blocks and q == out and not self.interpret

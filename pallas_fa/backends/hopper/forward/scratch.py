@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
+from pallas_fa.backends.hopper.tiles import over_another
 
 
 def scratch(plan: ForwardPlan) -> dict[str, Any]:
@@ -34,24 +35,32 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         scratch["arrays_ready"] = ring(num_arrivals=copies)
     scratch["k_free"] = ring(num_arrivals=c.compute_wgs)
-    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.chunks * plan.boxes)
+    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.copies * plan.boxes)
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
-    if plan.separate_out:
+    if plan.separate_out and not plan.out_over_q:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=plan.q_stages)
-    q_arrivals = c.compute_wgs * (plan.tiles.q.chunks + len(columns))
+    q_arrivals = c.compute_wgs * (plan.tiles.q.copies + len(columns))
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=plan.q_stages)
-    scratch["q_smem"] = plan.tiles.q.scratch(*q_lead, rows=64)
+    if plan.out_over_q:
+        scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, *q_lead, rows=64)
+    else:
+        scratch["q_smem"] = plan.tiles.q.scratch(*q_lead, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
-        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.chunks * plan.boxes)
-    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.chunks * plan.boxes)
+        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
+    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.copies * plan.boxes)
     scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
     return scratch
+
+
+def by_name(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the refs of `scratch` with those that share memory told apart."""
+    return over_another(scratch, "q", plan.tiles.q, "out", plan.tiles.out) if plan.out_over_q else scratch
 
 
 def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:

@@ -20,6 +20,7 @@ class ForwardFacts(NamedTuple):
     uniform: all queries visit the same keys, and there is no score.
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
     packed: it has segment ids or blocks, so these keys may be few.
+    split: operands are in two parts.
     """
 
     head_dim: int
@@ -29,6 +30,7 @@ class ForwardFacts(NamedTuple):
     uniform: bool
     visit_table: bool
     packed: bool
+    split: bool
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
@@ -46,6 +48,8 @@ def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
 # The tiles to try, the best first. The first of them takes as many pairs of query blocks as the next table says.
 TILES = Table(
     "forward/tiles",
+    Row((ForwardConfig(2, 128, ping_pong=True), *_SMALL), "library/float32-products", **_H64, split=True),
+    Row((ForwardConfig(2, 64, ping_pong=True), *_SMALL), "library/float32-products", split=True),
     Row((ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL), **_H64, packed=True),
     Row(
         (
@@ -71,6 +75,7 @@ TILES = Table(
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
 PAIRS = Table(
     "forward/q-blocks-per-cta",
+    Row((0,), "library/float32-products", split=True),  # two query blocks don't fit shared memory
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
     Row((0,), **_H64),

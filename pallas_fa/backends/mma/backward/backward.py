@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
@@ -40,6 +41,7 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     return why_not_pullback(problem)
 
 
+@in_float16_range
 @padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False

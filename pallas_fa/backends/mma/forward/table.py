@@ -29,7 +29,7 @@ TILES = Table(
     Row((ForwardConfig(1, 128, 64), ForwardConfig(1, 128, 32), *_SMALL), **_H128, **_LARGE),
     Row((ForwardConfig(1, 128, 32), *_SMALL), **_H128),
     Row((ForwardConfig(2, 64, 64), *_SMALL), **_LARGE),
-    Row((ForwardConfig(1, 64, 64), *_SMALL)),
+    Row(_SMALL),
 )
 
 

@@ -1,0 +1,114 @@
+"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.hopper.backward import backward as hopper_backward
+from pallas_fa.backends.hopper.backward.table import BackwardFacts as HopperBackwardFacts
+from pallas_fa.backends.hopper.backward.table import backward_configs as hopper_backward_configs
+from pallas_fa.backends.hopper.config import Config as HopperConfig
+from pallas_fa.backends.hopper.forward import forward as hopper_forward
+from pallas_fa.backends.hopper.forward.table import ForwardFacts as HopperForwardFacts
+from pallas_fa.backends.hopper.forward.table import forward_configs as hopper_forward_configs
+from pallas_fa.backends.mma.backward import backward as mma_backward
+from pallas_fa.backends.mma.backward.plan import BackwardPlan, passes
+from pallas_fa.backends.mma.backward.scratch import on_gpu as mma_backward_scratch
+from pallas_fa.backends.mma.backward.table import BackwardFacts, backward_configs
+from pallas_fa.backends.mma.config import Config
+from pallas_fa.backends.mma.forward import forward as mma_forward
+from pallas_fa.backends.mma.forward.plan import ForwardPlan
+from pallas_fa.backends.mma.forward.scratch import on_gpu as mma_forward_scratch
+from pallas_fa.backends.mma.forward.table import ForwardFacts, forward_configs
+from pallas_fa.problem import Residuals, normalise
+
+B, T, N = 2, 1024, 8
+
+
+class Call(NamedTuple):
+    """A program with one kernel: which, in words that name its tiles, and the function with its arguments."""
+
+    kernel: str
+    head_dim: int
+    tiles: Any
+    causal: bool
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def calls(gpu: Gpu) -> Iterator[Call]:
+    """Returns all calls for a GPU: those by mma.sync, and Hopper's where it is one."""
+    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
+        yield from _mma(gpu, head_dim, causal)
+        if gpu.compute_capability == "9.0":
+            yield from _hopper(gpu, head_dim, causal)
+
+
+def _arrays(head_dim):
+    x = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.bfloat16)
+    return x, jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+
+
+def _problem(head_dim, causal, config=None):
+    x, _ = _arrays(head_dim)
+    found = []
+    jax.eval_shape(lambda q: found.append(normalise(q, q, q, is_causal=causal, config=config)[0]), x)
+    return found[0]
+
+
+def _operands(problem, q, k, v):
+    causal = problem.mask is not None
+    return normalise(q, k, v, is_causal=causal, config=problem.config)[1]
+
+
+def _mma(gpu, head_dim, causal):
+    x, row = _arrays(head_dim)
+    memory = gpu.shared_memory // 1024
+    for tiles in forward_configs(ForwardFacts(head_dim, memory))[: None if causal else 1]:
+        problem = _problem(head_dim, causal, Config(forward=tiles))
+        if fits(mma_forward_scratch(ForwardPlan(problem, tiles)), gpu):
+            run = lambda q, k, v, problem=problem: mma_forward.forward(problem, _operands(problem, q, k, v), gpu)
+            yield Call("mma forward", head_dim, tiles, causal, run, (x, x, x))
+    problem = _problem(head_dim, causal)
+    rows = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    for kind in passes(problem):
+        for tiles in backward_configs(BackwardFacts(kind.gives, head_dim, memory))[: None if causal else 1]:
+            plan = BackwardPlan(problem, kind, tiles, gpu)
+            if fits(mma_backward_scratch(plan), gpu):
+                run = functools.partial(_mma_pass, plan)
+                yield Call(
+                    f"mma backward {' '.join(kind.gives)}", head_dim, tiles, causal, run, (x, x, x, x, rows, rows)
+                )
+
+
+def _mma_pass(plan, q, k, v, d_out, neg_lse, delta):
+    return mma_backward.run(plan, _operands(plan.problem, q, k, v), d_out, neg_lse, delta)
+
+
+def _hopper(gpu, head_dim, causal):
+    x, row = _arrays(head_dim)
+    facts = [
+        HopperForwardFacts(head_dim, head_dim, length, B * N, uniform, visit_table=False, packed=packed)
+        for length, uniform, packed in itertools.product((1024, 2**14), (not causal,), (False, True))
+    ]
+    for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
+        problem = _problem(head_dim, causal, HopperConfig(forward=tiles))
+        run = lambda q, k, v, problem=problem: hopper_forward.forward(problem, _operands(problem, q, k, v), gpu)
+        yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
+    gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
+    for tiles in hopper_backward_configs(HopperBackwardFacts(gives, head_dim, head_dim, T, 1, causal, False)):
+        problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
+        if hopper_backward.why_no_backward(problem, gpu) is None:
+            run = functools.partial(_hopper_backward, problem, gpu)
+            yield Call("hopper backward", head_dim, tiles, causal, run, (x, x, x, x, row, x, row))
+
+
+def _hopper_backward(problem, gpu, q, k, v, out, lse, d_out, d_lse):
+    residuals = Residuals(_operands(problem, q, k, v), out, lse)
+    return hopper_backward.backward(problem, residuals, d_out, d_lse, gpu)

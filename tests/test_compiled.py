@@ -1,0 +1,87 @@
+"""Every configuration of the tables compiles for every kind of GPU, within its shared memory, and spills few registers.
+
+The compilers are those of JAX's CUDA wheels, which run without a GPU where something stands for the driver.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from pallas_fa.backends.hopper import config as hopper
+from pallas_fa.backends.mma import config as mma
+from tests.elsewhere.targets import TARGETS
+
+pytestmark = pytest.mark.full
+SOURCE = pathlib.Path(__file__).parent / "elsewhere" / "libcuda.c"
+SPILLED = 32  # bytes that a kernel may spill
+# What may spill more, on whichever GPU spills most. No GPU was there to measure what it costs, but for Hopper's kernels.
+EXCEPTIONS = {
+    ("mma forward", 64, mma.ForwardConfig(1, 128, 64, stages=2)): 96,
+    ("mma forward", 128, mma.ForwardConfig(1, 128, 64)): 128,
+    ("mma forward", 128, mma.ForwardConfig(1, 128, 32)): 128,
+    ("mma forward", 256, mma.ForwardConfig(1, 64, 64)): 192,
+    ("mma backward dk dv", 64, mma.BackwardConfig(1, 128, 32)): 160,
+    ("mma backward dk dv", 128, mma.BackwardConfig(2, 64, 64)): 256,
+    ("mma backward dk dv", 128, mma.BackwardConfig(1, 64, 16, stages=1)): 96,
+    ("mma backward dq", 128, mma.BackwardConfig(1, 128, 32, stages=1)): 128,
+    ("mma backward dq", 256, mma.BackwardConfig(1, 64, 32, stages=1)): 192,
+    ("mma backward dq", 256, mma.BackwardConfig(1, 64, 16, stages=1)): 128,
+    ("hopper forward", 64, hopper.ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16)): 128,
+    ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): 64,
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """The environment variables of a process that compiles; or the reason why there can be none."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return "no C compiler is on PATH"
+    built = [compiler, "-shared", "-fPIC", "-Wall", "-Wno-unused-parameter", "-o", folder / "libcuda.so.1", SOURCE]
+    subprocess.run(built, check=True)
+    wheels = folder / "wheels"
+    names = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", wheels, *names]
+    done = subprocess.run(install, capture_output=True, text=True)
+    if done.returncode:
+        return f"JAX's CUDA wheels can't be installed: {done.stderr.strip().splitlines()[-1]}"
+    root = SOURCE.parent.parent.parent
+    return os.environ | {
+        "PYTHONPATH": f"{root}:{wheels}",
+        "LD_LIBRARY_PATH": str(folder),
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_RESOURCES": "1",
+    }
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_every_configuration_compiles_and_fits(environment, architecture, tmp_path, record_property):
+    if isinstance(environment, str):
+        record_property("not compiled", environment)
+        assert "compiler" in environment or "can't be installed" in environment
+        return
+    target = TARGETS[architecture]
+    variables = environment | {"COMPILE_FOR": target.number, "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.elsewhere.compile", architecture, tmp_path]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) > 20
+    allowed = {(kernel, head_dim, str(tiles)): spilled for (kernel, head_dim, tiles), spilled in EXCEPTIONS.items()}
+    too_much = []
+    for kernel in kernels:
+        assert kernel["architecture"] == architecture
+        assert kernel["shared_memory"] <= target.gpu.shared_memory, kernel
+        assert kernel["registers"] <= 255
+        if kernel["spilled"] > allowed.get((kernel["kernel"], kernel["H"], kernel["tiles"]), SPILLED):
+            too_much.append(kernel)
+    assert not too_much, "\n".join(map(str, too_much))
