@@ -138,7 +138,7 @@ def test_a_mask_of_drafts():
 
 
 @pytest.mark.parametrize(
-    "kind, make", [(AxisType.Auto, paged), (AxisType.Explicit, paged), (AxisType.Explicit, contiguous)]
+    "kind, make", [(AxisType.Auto, paged), (AxisType.Explicit, contiguous), (AxisType.Explicit, paged)]
 )
 def test_sharded_caches(kind, make):
     """Heads over devices, and sequences, where they are no pages: keys stay where they are."""
