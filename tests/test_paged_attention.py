@@ -162,7 +162,6 @@ CALLS = {
     "32, stream-K": (32, "PSKH", 2, {"config": Config(ForwardConfig(1, 64, stages=2, pin_softmax=False, stream_k=3))}),
     "64, window": (64, "PSKH", 3, {"mask": BOTTOM_RIGHT & masks.Window(65, None, align="bottom_right")}),
     "128, soft cap and sinks": (128, "PSKH", 2, {"logits_soft_cap": 5.0, "sinks": np.arange(4, dtype=np.float32)}),
-    "32, stream-K": (32, "PSKH", 1, {"config": Config(ForwardConfig(1, 64, pin_softmax=False, stream_k=5))}),
     "256, bias": (256, "KPSH", 1, {"bias": np.linspace(-1, 1, 4 * 1024, dtype=np.float32).reshape(4, 1, 1024)}),
 }
 
