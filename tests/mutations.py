@@ -35,6 +35,7 @@ BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 APPEND = "tests/test_cache.py -k rows"
 PAGES = "tests/test_paged_attention.py"
+COPIES = "tests/test_mma_copies.py"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -57,12 +58,14 @@ MUTATIONS = (
     Mutation("backends/gpu/schedule.py", "intervals.minimum(hi // block, last)", "last", SCHEDULE),
     Mutation("backends/gpu/online_softmax.py", "_plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p)",
              "_plus_columns(l, p)", FORWARD),
-    Mutation("backends/hopper/forward/epilogue.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
+    Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
     Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
+    Mutation("backends/mma/copies.py", "i32(width - _VECTOR)", "i32(0)", COPIES),
+    Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),
     Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products - d_lse)", "zero_padding(products)", BACKWARD),
-    Mutation("backends/hopper/backward/backward.py", "(sums[present] * problem.scale)", "(sums[present])", BACKWARD),
-    Mutation("backends/hopper/forward/epilogue.py", "total * rescale + weight", "total * rescale", FORWARD),
+    Mutation("backends/hopper/backward/backward.py", "(sums[present] * plan.qk_scale)", "(sums[present])", BACKWARD),
+    Mutation("backends/gpu/online_softmax.py", "total * rescale + weight", "total * rescale", FORWARD),
     Mutation("softmax/sinks.py", "-p * delta", "p * delta", "tests/test_table.py"),
     Mutation("context_parallel/whole_blocks.py", "mask=mask, sinks=None)", "mask=mask)", "tests/test_context_parallel.py"),
     Mutation("context_parallel/decode_attention.py", "Part((0, 0, 0, start)", "Part((0, 0, 0, 0)", OVER_DEVICES),
@@ -77,7 +80,7 @@ MUTATIONS = (
     Mutation("nn/visible_keys.py", "kv_lengths=last + 1", "kv_lengths=last", "tests/test_flax.py -k filled_part"),
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
-    Mutation("backends/hopper/backward/compute.py", "(x * plan.problem.scale).astype(dtype)", "x.astype(dtype)", BACKWARD),
+    Mutation("backends/hopper/backward/compute.py", "[x * plan.qk_scale for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
     Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
