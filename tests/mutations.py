@@ -37,6 +37,7 @@ APPEND = "tests/test_cache.py -k rows"
 PAGES = "tests/test_paged_attention.py"
 FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
 FLOAT16 = "tests/test_float16_range.py"
+COPIES = "tests/test_mma_copies.py"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -64,6 +65,8 @@ MUTATIONS = (
     Mutation("backends/hopper/wgmma.py", "smem.at[of_b * len(accs) + i]", "smem.at[of_weights * len(accs) + i]", FLOAT32),
     Mutation("backends/gpu/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),
     Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
+    Mutation("backends/mma/copies.py", "i32(width - _VECTOR)", "i32(0)", COPIES),
+    Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),
     Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products - d_lse)", "zero_padding(products)", BACKWARD),
     Mutation("backends/hopper/backward/backward.py", "(sums[present] * plan.qk_scale)", "(sums[present])", BACKWARD),
