@@ -107,10 +107,10 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
     groups, column = [[k] for k in keys] if plan.splits else [keys], 0
     for group in groups:
         body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
-        columns = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
+        pieces = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
         if group is groups[0]:
             w.barriers["dq_free"].wait(wg)
-        for x in columns:
+        for x in pieces:
             w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
             column += x.shape[1]
     fence_async_proxy(plan.interpret)
