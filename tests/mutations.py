@@ -36,6 +36,8 @@ OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 APPEND = "tests/test_cache.py -k rows"
 PAGES = "tests/test_paged_attention.py"
 COPIES = "tests/test_mma_copies.py"
+FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
+FLOAT16 = "tests/test_float16_range.py"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -59,6 +61,9 @@ MUTATIONS = (
     Mutation("backends/gpu/online_softmax.py", "_plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p)",
              "_plus_columns(l, p)", FORWARD),
     Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
+    Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),
+    Mutation("backends/hopper/wgmma.py", "smem.at[of_b * len(accs) + i]", "smem.at[of_weights * len(accs) + i]", FLOAT32),
+    Mutation("backends/gpu/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),
     Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
     Mutation("backends/mma/copies.py", "i32(width - _VECTOR)", "i32(0)", COPIES),
     Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),

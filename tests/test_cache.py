@@ -138,7 +138,7 @@ def test_a_mask_of_drafts():
 
 
 @pytest.mark.parametrize(
-    "kind, make", [(AxisType.Auto, paged), (AxisType.Explicit, paged), (AxisType.Explicit, contiguous)]
+    "kind, make", [(AxisType.Auto, paged), (AxisType.Explicit, contiguous), (AxisType.Explicit, paged)]
 )
 def test_sharded_caches(kind, make):
     """Heads over devices, and sequences, where they are no pages: keys stay where they are."""
@@ -179,6 +179,11 @@ def test_wrong_use(name, make):
 
 
 def test_wrong_sizes_and_arguments():
+    rows = normal(B, 1, K, H), normal(B, 1, K, 2 * H)
+    with pytest.raises(ValueError, match=r"page_table.shape=\(2, 4\) must be \[B, pages per sequence\], with B=3"):
+        dataclasses.replace(paged(), page_table=jnp.zeros((2, 4), int)).append(*rows)
+    with pytest.raises(TypeError, match="page_table.dtype=float32 must be an integer"):
+        dataclasses.replace(paged(), page_table=jnp.zeros((B, 4))).append(*rows)
     with pytest.raises(ValueError, match="length=0 must be"):
         KeyValueCache.empty(1, 0, 1, 8)
     with pytest.raises(ValueError, match="page_size=0 must be"):

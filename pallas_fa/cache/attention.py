@@ -8,8 +8,9 @@ from jax.typing import ArrayLike
 from pallas_fa.api import explain_normalised
 from pallas_fa.arguments import Arguments, float_array, with_signature
 from pallas_fa.attention import attend
+from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask
-from pallas_fa.operands.offsets import as_int32, int_array
+from pallas_fa.operands.offsets import int_array
 from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
@@ -115,7 +116,6 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
         )
     arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     query, key_pages, value_pages = (float_array(name, x) for name, x in arrays.items())
-    table = int_array("page_table", page_table)
     dims = "[P, page, K, head dim]" if layout == "PSKH" else "[K, P, page, head dim]"
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.ndim != 4 or 0 in x.shape[:3]:
@@ -133,9 +133,5 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"query.shape={shape} and key_pages.shape={tuple(key_pages.shape)} have different head dims H. Project them to"
             " one head dim."
         )
-    if table.ndim != 2 or table.shape[0] != shape[0]:
-        raise ValueError(
-            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={shape[0]} as in"
-            f" query.shape={shape}. Give each sequence a row of pages, and fill it up with -1."
-        )
-    return Paged(key_pages, as_int32(table), layout), Paged(value_pages, as_int32(table), layout)
+    table = checked_table(page_table, shape[0])
+    return Paged(key_pages, table, layout), Paged(value_pages, table, layout)

@@ -87,12 +87,13 @@ class PagedCache:
         In place where that is, too. A row for which the table has no page is not written, nor are those behind it; they
         are counted in `dropped`.
         """
-        B, pages_per_sequence = self.page_table.shape
+        table = rows.checked_table(self.page_table, self.lengths.shape[0])
+        B, pages_per_sequence = table.shape
         P, page = self.key_pages.shape[:2]
         kept = self.key_pages, self.value_pages
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
         position = self.lengths[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
-        index = self.page_table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
+        index = table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
         placed = rows.place(new, self.lengths, self.dropped, (index >= 0) & (index < P))
         index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
         write = lambda pages, new: pages.at[index, position % page].set(new, mode="drop")

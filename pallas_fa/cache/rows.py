@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_fa.arguments import float_array
-from pallas_fa.operands.offsets import int_array
+from pallas_fa.operands.offsets import as_int32, int_array
 
 
 class Rows(NamedTuple):
@@ -41,6 +41,17 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r} must be an int of at least 1. Pass the size of the cache to be made.")
+
+
+def checked_table(table: Any, B: int) -> Any:
+    """Returns a page table int32 [B, pages per sequence]; raises where it is none."""
+    table = int_array("page_table", table)
+    if table.ndim != 2 or table.shape[0] != B:
+        raise ValueError(
+            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={B} sequences. Give each"
+            " sequence a row of pages, and fill it up with -1."
+        )
+    return as_int32(table)
 
 
 def new_rows(key: Any, value: Any, lengths: Any, *, batch: int, kept: tuple[Any, Any], capacity: int) -> Rows:
