@@ -35,15 +35,9 @@ BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 APPEND = "tests/test_cache.py -k rows"
 PAGES = "tests/test_paged_attention.py"
-<<<<<<< HEAD
 FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
 FLOAT16 = "tests/test_float16_range.py"
 COPIES = "tests/test_mma_copies.py"
-=======
-COPIES = "tests/test_mma_copies.py"
-FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
-FLOAT16 = "tests/test_float16_range.py"
->>>>>>> mma
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
