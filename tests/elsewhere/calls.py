@@ -94,7 +94,7 @@ def _mma_pass(plan, q, k, v, d_out, neg_lse, delta):
 def _hopper(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     facts = [
-        HopperForwardFacts(head_dim, head_dim, length, B * N, uniform, visit_table=False, packed=packed)
+        HopperForwardFacts(head_dim, head_dim, length, B * N, uniform, visit_table=False, packed=packed, split=False)
         for length, uniform, packed in itertools.product((1024, 2**14), (not causal,), (False, True))
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
@@ -102,7 +102,9 @@ def _hopper(gpu, head_dim, causal):
         run = lambda q, k, v, problem=problem: hopper_forward.forward(problem, _operands(problem, q, k, v), gpu)
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
-    for tiles in hopper_backward_configs(HopperBackwardFacts(gives, head_dim, head_dim, T, 1, causal, False)):
+    for tiles in hopper_backward_configs(
+        HopperBackwardFacts(gives, head_dim, head_dim, T, 1, causal, visit_table=False, split=False)
+    ):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
         if hopper_backward.why_no_backward(problem, gpu) is None:
             run = functools.partial(_hopper_backward, problem, gpu)
