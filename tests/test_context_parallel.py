@@ -394,7 +394,7 @@ def call(attention=ring_attention, length=4, specs=None, heads=2, **keywords):
         (ValueError, "leave S whole", {"mask": masks.Segments(jnp.ones(16, int), jnp.ones(16, int))}),
         (ValueError, "query_segment_ids.shape=.* must be", {"query_segment_ids": jnp.ones((2, 16), int)}),
         (NotImplementedError, "'reference'", {"implementation": ("xla", "reference")}),
-        (NotImplementedError, "mosaic_gpu", {"implementation": "mosaic_gpu"}),
+        (NotImplementedError, "mosaic_gpu: config=3", {"implementation": "mosaic_gpu", "config": 3}),
         (ValueError, "query has N=2 heads.* Use ring_attention", {"attention": all_to_all_attention}),
         (
             ValueError,

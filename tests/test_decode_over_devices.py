@@ -180,7 +180,7 @@ def call(specs=None, length=S, **keywords):
         (ValueError, "key has the odd length 3 on each of 8 devices", {"placement": "zigzag", "length": 24}),
         (ValueError, "dropout_rate=0.1, but dropout_key=None", {"dropout_rate": 0.1}),
         (NotImplementedError, "forward_mode=True: .* reverse mode only", {"forward_mode": True}),
-        (NotImplementedError, "mosaic_gpu", {"implementation": "mosaic_gpu"}),
+        (NotImplementedError, "mosaic_gpu: config=3", {"implementation": "mosaic_gpu", "config": 3}),
     ),
 )
 def test_errors(error, message, keywords):

@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
             record(never(), out)
 
 
-_KNOWN = "Known are 'mosaic_gpu', 'xla', 'reference'"
+_KNOWN = "Known are 'mosaic_gpu', 'mma', 'xla', 'reference'"
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,9 @@ def _remark(problem, backend, known):
 
 def _named(problem, implementation, known) -> tuple[Backend, ...]:
     known = {backend.name: backend for backend in known}
-    default = tuple(x.name for x in known.values() if x.by_default and x.supports(problem).only_named is None)
-    names = default if implementation is None else implementation
-    names = (names,) if isinstance(names, str) else names
+    if implementation is None:
+        return tuple(x for x in known.values() if x.by_default and x.supports(problem).only_named is None)
+    names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"implementation={implementation!r} must be None, a name or a tuple of names of {tuple(known)}."

@@ -55,7 +55,7 @@ def why_not(fn: Callable[..., Any], *args: Any) -> str | None:
             jax.eval_shape(functools.partial(inline, fn), *args)
         except _DoesNotLowerError as e:
             return str(e)
-        except (TypeError, ValueError) as e:
+        except (IndexError, TypeError, ValueError) as e:
             return f"it does not take tiles [queries, keys] for [b, n, t, s]: {(str(e).splitlines() or [''])[0]}"
     return None
 

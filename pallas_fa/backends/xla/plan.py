@@ -39,9 +39,10 @@ def whole_rows(problem: Problem) -> Chunks | None:
 
 def memory(problem: Problem) -> str | None:
     """Returns which logits are in memory at once, in words; None where that is not known."""
-    if problem.dims.has_symbolic_length or 0 in (problem.dims.T, problem.dims.S):
+    dims = problem.dims
+    if dims.has_symbolic_length or 0 in (dims.B, dims.T, dims.N, dims.S):
         return None
-    queries, keys = whole_rows(problem), Chunks(3, problem.dims.S, problem.dims.S)
+    queries, keys = whole_rows(problem), Chunks(3, dims.S, dims.S)
     queries, keys = (queries, keys) if queries else split_axes(problem)
     size = _bytes(problem, queries.chunk * keys.chunk) / 2**20
     return f"logits of {queries.chunk} queries by {keys.chunk} keys at a time, {size:.3g} MiB"
