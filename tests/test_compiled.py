@@ -35,6 +35,8 @@ EXCEPTIONS = {
     ("hopper forward", 64, hopper.ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16)): 128,
     ("mma backward dq", 256, mma.BackwardConfig(2, 64, 32, stages=1)): 64,
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (2, 1), 1, stagger=2)): 64,
+    ("hopper backward", 256, hopper.BackwardConfig(1, 64, (2, 1), 2)): 64,
+    ("hopper backward", 256, hopper.BackwardConfig(1, 64, (1, 1), 2)): 320,
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2)): 96,
     ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): 128,
 }
