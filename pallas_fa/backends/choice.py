@@ -126,7 +126,7 @@ def _runs_here(backend):
 def _remark(problem, backend, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
     support, other = backend.supports(problem), _gradients(problem, backend, known).name
-    reason, words = support.backward, (support.remark, support.memory, support.only_named)
+    reason, words = support.backward, (support.remark, backend.memory(problem), support.only_named)
     where = "; ".join([where, *filter(None, words)])
     if backend.platform is None:
         return where

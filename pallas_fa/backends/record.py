@@ -12,14 +12,13 @@ class Support(NamedTuple):
     """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can.
 
     `remark`: what else it does for the problem, in words that follow its name; None for nothing. `only_named`: why
-    `implementation=None` does not choose it; None where it does. `memory`: which logits it holds at once, in words.
+    `implementation=None` does not choose it; None where it does.
     """
 
     forward: str | None = None
     backward: str | None = None
     remark: str | None = None
     only_named: str | None = None
-    memory: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":
@@ -70,6 +69,7 @@ class Backend:
       needs: the device that it runs on, in words.
       by_default: whether `implementation=None` may choose it.
       plain: whether forward is plain JAX, which JAX differentiates itself, in any mode and any number of times.
+      memory: memory(problem) says in words which logits it holds at once, for `explain`; None where that is not known.
     """
 
     name: str
@@ -80,3 +80,4 @@ class Backend:
     needs: str = "no particular device"
     by_default: bool = True
     plain: bool = False
+    memory: Callable[[Problem], str | None] = lambda problem: None

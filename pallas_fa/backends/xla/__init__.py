@@ -30,9 +30,13 @@ def _supports(problem: Problem) -> Support:
         return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     if problem.config is not None:
         return Support.neither(NO_TILES.format(config=problem.config))
+    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None)
+
+
+def _memory(problem: Problem) -> str | None:
     from pallas_fa.backends.xla import plan
 
-    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None, memory=plan.memory(problem))
+    return plan.memory(problem)
 
 
 def _forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
@@ -55,4 +59,4 @@ def _backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) ->
     return attention.backward(problem, residuals, d_out, d_lse)
 
 
-BACKEND = Backend("xla", _supports, forward_in_btnh(_forward), backward_in_btnh(_backward))
+BACKEND = Backend("xla", _supports, forward_in_btnh(_forward), backward_in_btnh(_backward), memory=_memory)
