@@ -1,6 +1,16 @@
 """Which gradients one backward kernel gives, and the roles of its operands."""
 
 import dataclasses
+from typing import Any, NamedTuple
+
+
+class ByRole(NamedTuple):
+    """Something of each operand (an array, its tiles), by the roles that `Pass` describes."""
+
+    stationary_qk: Any
+    stationary_pv: Any
+    streamed_qk: Any
+    streamed_pv: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +49,7 @@ class Pass:
     def accumulates_pv(self) -> bool:
         """Whether that of `stationary_pv`, P times `streamed_pv`, does."""
         return "dv" in self.gives
+
+    def by_role(self, q: Any, k: Any, v: Any, d_out: Any) -> ByRole:
+        """Returns these by role."""
+        return ByRole(k, v, q, d_out) if self.keys_stationary else ByRole(q, d_out, k, v)

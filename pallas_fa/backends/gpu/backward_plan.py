@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ from jax.experimental import pallas as pl
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.operands import diagonals
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem
+from pallas_fa.scores.base import float_arrays
 
 
 def has_per_query_gradients(problem: Problem) -> bool:
@@ -80,6 +83,43 @@ class BackwardCore:
     def qk_scale(self) -> float:
         """What the sums of dQ and dK are multiplied by."""
         return self.problem.scale * (self.dropout_scale or 1.0)
+
+    @property
+    def why_not_deterministic(self) -> str | None:
+        """None if this pass sums in a fixed order or need not, else the reason."""
+        unordered = self.score_gradients.has_unordered_sums(self.arrays, self.problem.dims)
+        if not (self.problem.deterministic_gradients and unordered):
+            return None
+        return (
+            "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
+            " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
+        )
+
+    def in_memory(self, operands: Operands) -> list[Any]:
+        """Returns what the kernel reads beside its matmuls' operands and row statistics, in order.
+
+        That is the arrays of score and mask, the visit table unless it is known while tracing, and dropout.
+        """
+        mask, dropout = operands.mask, operands.dropout
+        found = self.arrays.in_memory(operands.score, self.visits.in_tiles(mask) if self.visits.listed else mask)
+        if self.visits.known is None:
+            found.append(self.visits.table(mask))
+        if dropout is not None:
+            found.append(dropout_in_memory(dropout))
+        return found
+
+    def gradients(self, operands: Operands, results: Sequence[Any], added: Sequence[Any]) -> dict[Any, Any]:
+        """Returns the gradients by name, and those of the score's arrays by number among its float arrays.
+
+        `results`: the gradients that CTAs store, then those that they sum up. `added`: those summed in device memory.
+        """
+        scores, count = self.score_gradients, len(self.kind.stored)
+        found: dict[Any, Any] = dict(zip(self.kind.stored, results, strict=False))
+        by_array = dict(zip(scores.summed, results[count:], strict=True)) | dict(zip(scores.added, added, strict=True))
+        for number, (i, x) in enumerate(zip(scores.floats, float_arrays(operands.score), strict=True)):
+            if i in by_array:
+                found[number] = self.array_gradient(i, by_array[i], x)
+        return found
 
     def added_shape(self, i: int) -> tuple[int, ...]:
         """Returns the shape of the float32 sums of the gradient of array i, [.., stationary, streamed] or its skewed form.

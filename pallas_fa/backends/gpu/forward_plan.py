@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.arrays import KernelArrays
+from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.masks.lengths import lengths_of
-from pallas_fa.problem import Problem
+from pallas_fa.problem import Operands, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,20 @@ class ForwardCore:
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
         blocks = -(-dims.T // c.block_q)
         return schedule.table(found, blocks, blocks)
+
+    def in_memory(self, operands: Operands, *tables: Any) -> list[Any]:
+        """Returns what the kernel reads beside q, k and v, in order.
+
+        That is the arrays of score and mask, the `tables` that are not None, sinks [B|1, N], and dropout.
+        """
+        mask, sinks, dropout = operands.mask, operands.sinks, operands.dropout
+        found = self.arrays.in_memory(operands.score, self.in_tiles(mask) if self.visit_lists else mask)
+        found += [table for table in tables if table is not None]
+        if sinks is not None:
+            found.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
+        if dropout is not None:
+            found.append(dropout_in_memory(dropout))
+        return found
 
     @property
     def kv_blocks(self) -> int:

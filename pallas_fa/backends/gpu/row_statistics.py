@@ -22,6 +22,7 @@ class RowStatistics(NamedTuple):
 def row_statistics(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, lse_factor: float) -> RowStatistics:
     """Returns lse * lse_factor, and -delta, where `lse_factor` < 0 and delta = rowsum(out * d_out) - d_lse.
 
+    With dropout, delta is divided by its scale: dS, and with it all gradients, are scaled at their ends.
     Both are float32 [B, N, T rounded up to a multiple of 128]. Rows without keys or a sink, padding, and rows past the
     end get -inf and 0. Their probabilities are then 0, and so are their gradients, whatever d_lse holds there.
     """
@@ -40,4 +41,7 @@ def row_statistics(problem: Problem, residuals: Residuals, d_out: Any, d_lse: An
     neg_lse = jnp.where(is_empty, -jnp.inf, lse * lse_factor)
     missing = -problem.dims.T % _ROWS
     pad = lambda x, fill: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, missing)), constant_values=fill)
-    return RowStatistics(pad(neg_lse.astype(jnp.float32), -jnp.inf), pad(-delta, 0), d_sinks)
+    neg_delta = pad(-delta, 0)
+    if operands.dropout is not None:
+        neg_delta = neg_delta / operands.dropout.scale
+    return RowStatistics(pad(neg_lse.astype(jnp.float32), -jnp.inf), neg_delta, d_sinks)

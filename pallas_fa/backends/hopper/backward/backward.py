@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
@@ -27,7 +26,7 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.operands.layout import ordered
-from pallas_fa.problem import Problem, Residuals
+from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays
 
 
@@ -43,12 +42,8 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
                 f"the backward kernel needs {needed} bytes of shared memory with its tiles and the arrays of its mask and"
                 f" score; there are {gpu.shared_memory}"
             )
-        unordered = plans[0].score_gradients.has_unordered_sums(plans[0].arrays, problem.dims)
-        if problem.deterministic_gradients and unordered:
-            return (
-                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
-                " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
-            )
+        if plans[0].why_not_deterministic:
+            return plans[0].why_not_deterministic
     return why_not_pullback(problem)
 
 
@@ -61,34 +56,30 @@ def backward(
 
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
-    q, k, v, score, mask, _, dropout = residuals.operands
+    operands = residuals.operands
     factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
-    if dropout is not None:
-        delta = delta / dropout.scale  # dS, and with it all gradients, are scaled at their ends
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
-    q, k, v, d_out = (products.in_memory(problem, x, problem.layout) for x in (q, k, v, d_out))
+    in_parts = (operands.q, operands.k, operands.v, d_out)
+    q, k, v, d_out = (products.in_memory(problem, x, problem.layout) for x in in_parts)
+    operands = operands._replace(q=q, k=k, v=v)
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
-        found |= _run(plan, q, k, v, d_out, neg_lse, delta, score, mask, dropout, zero)
-    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(len(float_arrays(score)))), *d_sinks
+        found |= _run(plan, operands, d_out, neg_lse, delta, zero)
+    count = len(float_arrays(operands.score))
+    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(count)), *d_sinks
 
 
-def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropout, zero) -> dict[Any, Any]:
+def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any, zero: Any) -> dict[Any, Any]:
     """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays.
 
-    `zero`: where sums and counters in device memory start.
+    `operands`: q, k and v as the kernel reads them. `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
     first_store = dq is not None and plan.config.first_store
-    arrays = plan.arrays.in_memory(score, plan.visits.in_tiles(mask) if plan.visits.listed else mask)
-    if plan.visits.known is None:
-        arrays.append(plan.visits.table(mask))
-    if dropout is not None:
-        arrays.append(dropout_in_memory(dropout))
     starts = []
     if dq:
         starts = [jnp.full(dq.claims_shape, zero, jnp.int32) if first_store else jnp.full(dq.shape, zero)]
@@ -101,10 +92,10 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropou
 
     results = launch(
         flash_attention_backward,
-        *((k, v, q, d_out) if plan.kind.keys_stationary else (q, d_out, k, v)),
+        *plan.kind.by_role(operands.q, operands.k, operands.v, d_out),
         neg_lse,
         delta,
-        *arrays,
+        *plan.in_memory(operands),
         *added,
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, jnp.float32),) if dq and first_store else ()),
@@ -120,13 +111,7 @@ def _run(plan: BackwardPlan, q, k, v, d_out, neg_lse, delta, score, mask, dropou
     if dq:
         sums, claims = (results.pop(0), added.pop(0)) if first_store else (added.pop(0), None)
         found["dq"] = _dq(plan, dq, sums, claims)
-    found |= dict(zip(plan.kind.stored, results, strict=False))
-    by_array = dict(zip(scores.summed, results[len(plan.kind.stored) :], strict=True))
-    by_array |= dict(zip(scores.added, added, strict=True))
-    for number, (i, x) in enumerate(zip(scores.floats, float_arrays(score), strict=True)):
-        if i in by_array:
-            found[number] = plan.array_gradient(i, by_array[i], x)
-    return found
+    return found | plan.gradients(operands, results, added)
 
 
 def _dq(plan, dq, sums, claims=None):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper import products
@@ -29,15 +29,6 @@ def passes(problem: Problem) -> tuple[Pass, ...]:
     return (Pass(("dk", "dv", "dq")),)
 
 
-class OperandTiles(NamedTuple):
-    """How the tiles of each operand lie in shared memory, by role (see `Pass`)."""
-
-    stationary_qk: Tiles
-    stationary_pv: Tiles
-    streamed_qk: Tiles
-    streamed_pv: Tiles
-
-
 class Padding(NamedTuple):
     """Where there may be NaN past a sequence length.
 
@@ -57,15 +48,15 @@ class BackwardPlan(BackwardCore):
     config: BackwardConfig
 
     @functools.cached_property
-    def tiles(self) -> OperandTiles:
-        """The tiles of the operands."""
+    def tiles(self) -> ByRole:
+        """How the tiles of the operands lie in shared memory."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         dtype, parts = products.operand_dtype(problem), products.parts_of(problem)
         q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, parts=parts) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
-        return OperandTiles(k, v, q, d_out) if self.kind.keys_stationary else OperandTiles(q, d_out, k, v)
+        return self.kind.by_role(q, k, v, d_out)
 
     @property
     def splits(self) -> bool:

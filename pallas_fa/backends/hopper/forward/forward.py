@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
@@ -50,19 +49,10 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
     [entries, 1, rows of a query block, ...]; out is float32 then. `visits`: the visit table, and `shares`: that of
     stream-K, if the plan has them.
     """
-    q, k, v, score, mask, sinks, dropout = operands
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
-    q = products.in_memory(problem, q, plan.query_layout)
-    k, v = (products.in_memory(problem, x, problem.layout) for x in (k, v))
-    arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
-    if visits is not None:
-        arrays.append(visits)
-    if shares is not None:
-        arrays.append(shares)
-    if sinks is not None:
-        arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
-    if dropout is not None:
-        arrays.append(dropout_in_memory(dropout))
+    q = products.in_memory(problem, operands.q, plan.query_layout)
+    k, v = (products.in_memory(problem, x, problem.layout) for x in (operands.k, operands.v))
+    arrays = plan.in_memory(operands, visits, shares)
     if isinstance(k, Paged):
         arrays.append(k.table)
         k, v = k.pages, v.pages

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
@@ -33,11 +32,8 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
         plan = choose(problem, kind, gpu)
         if not fits(on_gpu(plan), gpu):
             return "the arrays of the mask and the score need more shared memory than the backward kernel has"
-        if problem.deterministic_gradients and plan.score_gradients.has_unordered_sums(plan.arrays, problem.dims):
-            return (
-                "the backward kernel adds up gradients of arrays [.., T, S] that are broadcast over batch entries or heads,"
-                " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
-            )
+        if plan.why_not_deterministic:
+            return plan.why_not_deterministic
     return why_not_pullback(problem)
 
 
@@ -52,9 +48,6 @@ def backward(
     """
     factor = -LOG2E if problem.score is None else -1.0
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
-    dropout = residuals.operands.dropout
-    if dropout is not None:
-        delta = delta / dropout.scale  # dS, and with it all gradients, are scaled at their ends
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
@@ -65,13 +58,8 @@ def backward(
 
 def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any) -> dict[Any, Any]:
     """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays."""
-    q, k, v, score, mask, _, dropout = operands
+    q, k, v, *_ = operands
     scores, kind = plan.score_gradients, plan.kind
-    arrays = plan.arrays.in_memory(score, plan.visits.in_tiles(mask) if plan.visits.listed else mask)
-    if plan.visits.known is None:
-        arrays.append(plan.visits.table(mask))
-    if dropout is not None:
-        arrays.append(dropout_in_memory(dropout))
     added = [jax.new_ref(jnp.zeros(plan.added_shape(i), jnp.float32)) for i in scores.added]
     inputs = dict(dq=q, dk=k, dv=v)
 
@@ -80,10 +68,10 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
 
     results = launch(
         flash_attention_backward,
-        *((k, v, q, d_out) if kind.keys_stationary else (q, d_out, k, v)),
+        *kind.by_role(q, k, v, d_out),
         neg_lse,
         delta,
-        *arrays,
+        *plan.in_memory(operands),
         *added,
         out_type=(
             *(jax.ShapeDtypeStruct(inputs[name].shape, plan.problem.dtype) for name in kind.stored),
@@ -94,13 +82,7 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
         scratch=scratch_of(plan),
         semantics=plgpu.LoweringSemantics.Lane,
     )
-    found: dict[Any, Any] = dict(zip(kind.stored, results, strict=False))
-    by_array = dict(zip(scores.summed, results[len(kind.stored) :], strict=True))
-    by_array |= dict(zip(scores.added, (jax.freeze(ref) for ref in added), strict=True))
-    for number, (i, x) in enumerate(zip(scores.floats, float_arrays(score), strict=True)):
-        if i in by_array:
-            found[number] = plan.array_gradient(i, by_array[i], x)
-    return found
+    return plan.gradients(operands, results, [jax.freeze(ref) for ref in added])
 
 
 def _named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
-from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
@@ -24,15 +23,6 @@ def passes(problem: Problem) -> tuple[Pass, ...]:
     return Pass(("dk", "dv")), Pass(("dq",))
 
 
-class OperandTiles(NamedTuple):
-    """How the tiles of each operand lie in shared memory, by role (see `Pass`)."""
-
-    stationary_qk: Tiles
-    stationary_pv: Tiles
-    streamed_qk: Tiles
-    streamed_pv: Tiles
-
-
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan(BackwardCore):
     """All that is static in one pass."""
@@ -40,12 +30,12 @@ class BackwardPlan(BackwardCore):
     config: BackwardConfig
 
     @functools.cached_property
-    def tiles(self) -> OperandTiles:
-        """The tiles of the operands."""
+    def tiles(self) -> ByRole:
+        """How the tiles of the operands lie in shared memory."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         q, k, v, d_out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
-        return OperandTiles(k, v, q, d_out) if self.kind.keys_stationary else OperandTiles(q, d_out, k, v)
+        return self.kind.by_role(q, k, v, d_out)
 
     @functools.cached_property
     def visits(self) -> StreamedVisits:

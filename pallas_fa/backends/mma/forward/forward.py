@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.mma.forward.choose import choose
@@ -25,24 +24,16 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
     plan, dims = choose(problem, gpu, interpret), problem.dims
-    q, k, v, score, mask, sinks, dropout = operands
-    arrays = plan.arrays.in_memory(score, plan.in_tiles(mask) if plan.visit_lists else mask)
-    if plan.visit_table:
-        arrays.append(plan.table_of_visits(mask))
-    if sinks is not None:
-        arrays.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
-    if dropout is not None:
-        arrays.append(dropout_in_memory(dropout))
 
     def flash_attention_forward(*refs, **scratch):  # the name that profilers show
         Forward(plan, _named(plan, refs), scratch).run()
 
     out, lse = launch(
         flash_attention_forward,
-        q,
-        k,
-        v,
-        *arrays,
+        operands.q,
+        operands.k,
+        operands.v,
+        *plan.in_memory(operands, plan.table_of_visits(operands.mask)),
         out_type=(
             jax.ShapeDtypeStruct(ordered(problem.layout, (dims.B, dims.T, dims.N, problem.Hv)), problem.dtype),
             jax.ShapeDtypeStruct((dims.B, dims.N, plan.query_blocks * plan.config.block_q), jnp.float32),
