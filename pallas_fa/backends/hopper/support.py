@@ -30,7 +30,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     if problem.pages:
         return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
     forward = problem.config and problem.config.forward
-    untried = products.parts_of(problem) > 1 or (forward and forward.stream_k)
+    untried = products.parts_of(problem) > 1 or problem.dropout is not None or (forward and forward.stream_k)
     only_named = NEVER_RUN if untried else None
     return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
 
