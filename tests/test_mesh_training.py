@@ -58,7 +58,8 @@ step = make_train_step(task.loss, optimizer, layout.shardings(state), task.optio
 batch = task.batch(0)
 compiled = step.lower(state, batch).compile()
 kept = jax.tree.map(lambda x, out: x.sharding.is_equivalent_to(out, x.ndim), state, compiled.output_shardings[0])
-shapes["batch"] = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), batch._asdict())
+arrays = {name: x for name, x in batch._asdict().items() if x is not None}
+shapes["batch"] = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), arrays)
 print(json.dumps({"shapes": shapes, "kept": all(jax.tree.leaves(kept)), "hlo": compiled.as_text()}))
 """
 
