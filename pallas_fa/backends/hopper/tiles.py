@@ -1,13 +1,14 @@
 """Tiles of q, k, v and out in shared memory, in the swizzled layout that the tensor cores read.
 
-TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64.
-Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor cores read,
-so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
-[chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
-Of an operand that is split (see `products`), the chunks of one part follow those of another.
+TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64,
+or 80 or 96. Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor
+cores read, so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is
+therefore [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied`
+for TMA. Of an operand that is split (see `products`), the chunks of one part follow those of another.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,10 +22,15 @@ from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.operands.layout import Layout, ordered
 
+_NARROWER = (80, 96)  # of 16-bit numbers: head dims past 64 that are not padded to 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory."""
+    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory.
+
+    `sharers`: warpgroups that each take a part of the columns as operand of a matmul, where the head dim is one chunk.
+    """
 
     length: int
     dim: int
@@ -33,15 +39,18 @@ class Tiles:
     interpret: bool
     in_chunks: bool = False
     parts: int = 1
+    sharers: int = 1
 
     @property
     def padded_dim(self) -> int:
         """The head dim rounded up to what the tensor cores take."""
-        return -(-self.dim // 64) * 64
+        multiple = 16 * self.sharers if self._whole else 64
+        return -(-self.dim // multiple) * multiple
 
     @property
     def _whole(self) -> bool:
-        return self.length % 8 == 0 and self.dim % 64 == 0 and not self.in_chunks
+        is_narrower = self.dim in _NARROWER and self.parts == 1 and self.dtype.itemsize == 2
+        return self.length % 8 == 0 and (self.dim % 64 == 0 or is_narrower) and not self.in_chunks
 
     @property
     def _one_view(self) -> bool:
@@ -58,6 +67,17 @@ class Tiles:
         return self.padded_dim // self.chunk
 
     @property
+    def swizzled(self) -> int:
+        """Bytes of the widest swizzle of which a chunk, or the part of each sharer, has a whole number."""
+        sharers = self.sharers if self._whole else 1
+        return math.gcd(self.chunk * self.dtype.itemsize // sharers, 128)
+
+    @property
+    def piece(self) -> int:
+        """Columns that ordinary loads take at a time."""
+        return math.gcd(self.chunk, 64)
+
+    @property
     def copies(self) -> int:
         """Chunks of a tile, of all its parts, each copied by one TMA instruction."""
         return self.parts * self.chunks
@@ -70,7 +90,7 @@ class Tiles:
     def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""
         shape = (*lead, self.copies, rows, self.chunk)
-        matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.chunk * self.dtype.itemsize))
+        matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzled))
         if self._one_view:
             return (matrix,)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),))

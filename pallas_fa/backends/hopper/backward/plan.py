@@ -54,6 +54,8 @@ class BackwardPlan(BackwardCore):
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         dtype, parts = products.operand_dtype(problem), products.parts_of(problem)
         q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, parts=parts) for shape in shapes)
+        if self.kind.fused and self.config.width != self.config.block:  # the warpgroups share dQ by columns
+            q, k = (dataclasses.replace(x, sharers=self.config.compute_wgs) for x in (q, k))
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
         return self.kind.by_role(q, k, v, d_out)

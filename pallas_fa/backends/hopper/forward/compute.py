@@ -187,10 +187,12 @@ class Compute:
 
         @pl.when(start + plan.config.block_kv > length)
         def _():
-            for row, column in itertools.product(range(0, plan.config.block_kv, 64), range(0, plan.tiles.v.chunk, 64)):
-                for chunk in range(plan.tiles.v.copies):
-                    part = v.at[chunk, pl.ds(row, 64), pl.ds(column, 64)]
-                    key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)
+            tiles = plan.tiles.v
+            rows, columns = range(0, plan.config.block_kv, 64), range(0, tiles.chunk, tiles.piece)
+            for row, column in itertools.product(rows, columns):
+                for chunk in range(tiles.copies):
+                    part = v.at[chunk, pl.ds(row, 64), pl.ds(column, tiles.piece)]
+                    key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, tiles.piece), 0, layout=TILE)
                     values = plgpu.load(part, layout=TILE)
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 

@@ -55,6 +55,7 @@ class ForwardPlan(ForwardCore):
         if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
             layout = "BNTH" if self.stream_k else self.query_layout
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), layout=layout, in_chunks=True)
+            v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
         return OperandTiles(q, k, v, out)
