@@ -54,6 +54,10 @@ CASES = {
         dataclasses.replace(BASE, T=270, S=270, N=1, H=256, Hv=256, mask="window_causal"),
         {},
     ),
+    "statistics last": (
+        dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
+        {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},

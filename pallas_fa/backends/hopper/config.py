@@ -128,6 +128,9 @@ class BackwardConfig:
         same tile of dQ serialise.
       by_tile: CTAs process the query heads of a tile before the next tile, where `Order.by_tile` says so; else head after
         head.
+      statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
+        accumulators start at them. Without a score and lengths of queries.
+      dv_first: P^T dO is issued before dS is written; None: where there is a mask.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -141,6 +144,8 @@ class BackwardConfig:
     store_warps: int = 2
     stagger: int = 0
     by_tile: bool = False
+    statistics_last: bool = False
+    dv_first: bool | None = None
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
