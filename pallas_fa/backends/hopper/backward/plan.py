@@ -64,7 +64,7 @@ class BackwardPlan(BackwardCore):
     @property
     def statistics_last(self) -> bool:
         """Whether accumulators start at 0 and row statistics are added to what the matmuls give."""
-        return self.config.statistics_last and self.kind.fused and not self.scored and not self.padding.streamed
+        return self.config.statistics_last and not self.scored and not self.padding.behind_mask
 
     @property
     def lse_factor(self) -> float:

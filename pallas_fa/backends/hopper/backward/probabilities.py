@@ -48,10 +48,11 @@ def probabilities(
         wgmma.inner_products(s_acc, of_rows(w.stationary_qk), streamed_qk)
         if statistics_last:
             w.wait_for_pv(slots)
+        if statistics_last and kind.accumulates_qk:
             return wgmma.scoped(functools.partial(after_logits, s_acc), shape)
         return after_logits(s_acc, dp_acc)
 
-    def after_logits(s_acc, dp_acc):
+    def after_logits(s_acc, dp_acc: Any):
         issued = 0
         if kind.accumulates_qk:
             issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
