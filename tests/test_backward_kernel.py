@@ -58,6 +58,14 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
     ),
+    "dQ of the step before": (
+        dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
+        {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True, lagged_dq=True))},
+    ),
+    "dQ of the step before, a warpgroup sits out": (
+        dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"),
+        {"config": Config(backward=BackwardConfig(lagged_dq=True))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},

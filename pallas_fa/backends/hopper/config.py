@@ -131,6 +131,8 @@ class BackwardConfig:
       statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
         accumulators start at them. Without a score and lengths of queries.
       dv_first: P^T dO is issued before dS is written; None: where there is a mask.
+      lagged_dq: a step computes the dQ of the step before, so that no warpgroup waits for the dS that another one writes
+        in the same step: their softmax and matmuls may overlap. With one store warp and two tiles of dS.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -146,6 +148,7 @@ class BackwardConfig:
     by_tile: bool = False
     statistics_last: bool = False
     dv_first: bool | None = None
+    lagged_dq: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):

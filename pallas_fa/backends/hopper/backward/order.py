@@ -70,4 +70,5 @@ class Order:
     @property
     def store_warps(self) -> int:
         """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles."""
-        return 1 if self.by_tile or self.stagger or self.visits.listed else self.config.store_warps
+        c = self.config
+        return 1 if self.by_tile or self.stagger or self.visits.listed or c.lagged_dq else c.store_warps

@@ -67,6 +67,12 @@ class BackwardPlan(BackwardCore):
         return self.config.statistics_last and not self.scored and not self.padding.behind_mask
 
     @property
+    def lags_dq(self) -> bool:
+        """Whether a step computes the dQ of the step before."""
+        c = self.config
+        return c.lagged_dq and self.dq is not None and c.compute_wgs > 1 and c.ds_stages == 2 and not self.splits
+
+    @property
     def lse_factor(self) -> float:
         """What lse is multiplied by for the kernel (see `probabilities`)."""
         if self.problem.score is not None or self.problem.scale <= 0:

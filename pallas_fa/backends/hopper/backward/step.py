@@ -51,8 +51,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         smem[rows] = part
     if not dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-    fence_async_proxy(plan.interpret)
-    w.barriers["wgs_meet"].wait()
+    _announce_ds(w, done)
     _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
@@ -71,8 +70,7 @@ def skip(w: Warpgroup, done: Any) -> None:
         zeros = jnp.zeros((64, plan.config.width), plan.tiles.stationary_qk.dtype)
         for part_smem in ds_smem:
             part_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
-        fence_async_proxy(plan.interpret)
-        w.barriers["wgs_meet"].wait()
+        _announce_ds(w, done)
         _stage_dq(w, plan.dq, wg, done, ds_smem, (), None, slots)
     else:
         w.release_pv(slots)
@@ -82,15 +80,51 @@ def skip(w: Warpgroup, done: Any) -> None:
 def _ds_smem(w, done):
     """Where step `done` puts the parts of dS, once no warpgroup reads them any more."""
     c, parts = w.plan.config, w.plan.tiles.stationary_qk.parts
+    if w.plan.lags_dq:
+        plgpu.barrier_wait(w.scratch["ds_free"].at[lax.rem(done, jnp.int32(2))])
+        return [w.scratch["ds_smem"].at[lax.rem(done, jnp.int32(2))]]
     if c.ds_stages == 1 and c.compute_wgs > 1:
         w.barriers["wgs_meet"].wait()
     stage = lax.rem(done, jnp.int32(c.ds_stages))
     return [w.scratch["ds_smem"].at[stage * parts + i if parts > 1 else stage] for i in range(parts)]
 
 
-def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots) -> None:
-    """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way."""
+def _announce_ds(w, done):
+    """Announces this warpgroup's part of the dS of step `done`; waits for the others' unless dQ lags."""
+    fence_async_proxy(w.plan.interpret)
+    if w.plan.lags_dq:
+        plgpu.barrier_arrive(w.scratch["ds_ready"].at[lax.rem(done, jnp.int32(2))])
+    else:
+        w.barriers["wgs_meet"].wait()
+
+
+def before_first_step(w: Warpgroup) -> None:
+    """Lets the first step compute a dQ, of no step, which the store warp drops, and write dS."""
+    if w.plan.lags_dq:
+        plgpu.barrier_arrive(w.scratch["ds_ready"].at[1])
+        plgpu.barrier_arrive(w.scratch["ds_free"].at[0])
+
+
+def after_last_step(w: Warpgroup, steps: Any) -> None:
+    """Computes the dQ of the last step, if it lags."""
+    plan = w.plan
+    if plan.lags_dq and plan.dq:
+        _stage_dq(w, plan.dq, opaque(w.wg, plan.interpret), steps, None, (), None, None)
+        plgpu.barrier_wait(w.scratch["ds_free"].at[lax.rem(steps, jnp.int32(2))])  # each phase is to be waited for
+
+
+def _stage_dq(
+    w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots | None
+) -> None:
+    """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way.
+
+    `slots`: those of the step; None after the last one.
+    """
     plan, wgmma, wgs, tiles = w.plan, w.wgmma, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
+    before = lax.rem(done + 1, jnp.int32(2))
+    if plan.lags_dq:
+        ds_smem = [w.scratch["ds_smem"].at[before]]
+        plgpu.barrier_wait(w.scratch["ds_ready"].at[before])
     place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
     parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
     if dq.by_rows:
@@ -104,10 +138,10 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
 
     def matmuls(keys, is_first, is_last, *dq_accs):
         issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
-        if is_first:
+        if is_first and slots:
             wgmma.wait(issued)  # dV is done
             w.release_pv(slots)
-        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and qk_accs else 0
+        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and slots and qk_accs else 0
         return tuple(wgmma.result(acc, in_flight=issued) for acc in dq_accs)
 
     # Split operands leave registers for 64 columns at a time.
@@ -115,6 +149,8 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
     for group in groups:
         body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
         pieces = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
+        if plan.lags_dq and slots:
+            plgpu.barrier_arrive(w.scratch["ds_free"].at[before])
         if group is groups[0]:
             w.barriers["dq_free"].wait(wg)
         for x in pieces:
