@@ -66,6 +66,10 @@ CASES = {
         dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"),
         {"config": Config(backward=BackwardConfig(lagged_dq=True))},
     ),
+    "dQ of the step before, under P and dS": (
+        dataclasses.replace(BASE, T=200, S=200, H=96, Hv=96, mask="causal"),
+        {"config": Config(backward=BackwardConfig(statistics_last=True, lagged_dq=True, early_dq=True))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},

@@ -133,6 +133,7 @@ class BackwardConfig:
       dv_first: P^T dO is issued before dS is written; None: where there is a mask.
       lagged_dq: a step computes the dQ of the step before, so that no warpgroup waits for the dS that another one writes
         in the same step: their softmax and matmuls may overlap. With one store warp and two tiles of dS.
+      early_dq: this dQ's matmul is under way while the step's P and dS are computed; with `statistics_last`, `lagged_dq`.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -149,6 +150,7 @@ class BackwardConfig:
     statistics_last: bool = False
     dv_first: bool | None = None
     lagged_dq: bool = False
+    early_dq: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):

@@ -73,6 +73,11 @@ class BackwardPlan(BackwardCore):
         return c.lagged_dq and self.dq is not None and c.compute_wgs > 1 and c.ds_stages == 2 and not self.splits
 
     @property
+    def early_dq(self) -> bool:
+        """Whether this dQ's matmul comes before P and dS of the step."""
+        return self.config.early_dq and self.lags_dq and self.statistics_last
+
+    @property
     def lse_factor(self) -> float:
         """What lse is multiplied by for the kernel (see `probabilities`)."""
         if self.problem.score is not None or self.problem.scale <= 0:

@@ -13,7 +13,7 @@ from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
-from pallas_fa.backends.hopper.backward.probabilities import probabilities
+from pallas_fa.backends.hopper.backward.probabilities import Others, probabilities
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import fence_async_proxy
 
@@ -31,7 +31,8 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     if plan.padding.streamed and at.is_boundary:
         zero_streamed(w, at, slots)
 
-    p, ds, sums = probabilities(w, at, rows, slots, sums)
+    others = _dq_before(w, plan.dq, wg, done) if plan.dq and plan.early_dq else None
+    p, ds, sums, dq = probabilities(w, at, rows, slots, sums, others)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
         issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
@@ -52,6 +53,15 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     if not dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     _announce_ds(w, done)
+    if plan.early_dq:
+        issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
+        _release_ds(w, done)
+        _stage(w, plan.dq, wg, done, dq)
+        wgmma.wait(issued)
+        w.release_pv(slots)
+        wgmma.wait(0)
+        w.release_qk(slots)
+        return sums
     _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
@@ -120,21 +130,8 @@ def _stage_dq(
 
     `slots`: those of the step; None after the last one.
     """
-    plan, wgmma, wgs, tiles = w.plan, w.wgmma, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
-    before = lax.rem(done + 1, jnp.int32(2))
-    if plan.lags_dq:
-        ds_smem = [w.scratch["ds_smem"].at[before]]
-        plgpu.barrier_wait(w.scratch["ds_ready"].at[before])
-    place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
-    parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
-    if dq.by_rows:
-        ds_smem = [x.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else x for x in ds_smem]
-        columns = [(slice(None), pl.ds(i, 64)) for i in range(0, tiles.chunk, 64)] if plan.splits else [()]
-        keys = [parts_at(i, *at) for i in range(tiles.chunks) for at in columns]
-    elif tiles.chunks > 1:
-        keys = [parts_at(wg)]
-    else:
-        keys = [parts_at(0, slice(None), pl.ds(wg * dq.columns, dq.columns))]
+    plan, wgmma = w.plan, w.wgmma
+    ds_smem, keys = _dq_factors(w, dq, wg, done, ds_smem)
 
     def matmuls(keys, is_first, is_last, *dq_accs):
         issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
@@ -149,12 +146,61 @@ def _stage_dq(
     for group in groups:
         body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
         pieces = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
-        if plan.lags_dq and slots:
-            plgpu.barrier_arrive(w.scratch["ds_free"].at[before])
-        if group is groups[0]:
-            w.barriers["dq_free"].wait(wg)
-        for x in pieces:
-            w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
-            column += x.shape[1]
-    fence_async_proxy(plan.interpret)
-    w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)
+        if slots:
+            _release_ds(w, done)
+        column = _stage_pieces(w, wg, pieces, column)
+    _announce_dq(w, dq, wg, done)
+
+
+def _dq_factors(w, dq, wg, done, ds_smem):
+    """The dS of all warpgroups, once it is there, and the columns of K: the factors of this warpgroup's part of dQ."""
+    plan, wgs, tiles = w.plan, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
+    if plan.lags_dq:
+        before = lax.rem(done + 1, jnp.int32(2))
+        ds_smem = [w.scratch["ds_smem"].at[before]]
+        plgpu.barrier_wait(w.scratch["ds_ready"].at[before])
+    place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
+    parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
+    if dq.by_rows:
+        ds_smem = [x.at[:, pl.ds(wg * 64, 64)] if wgs > 1 else x for x in ds_smem]
+        columns = [(slice(None), pl.ds(i, 64)) for i in range(0, tiles.chunk, 64)] if plan.splits else [()]
+        keys = [parts_at(i, *at) for i in range(tiles.chunks) for at in columns]
+    elif tiles.chunks > 1:
+        keys = [parts_at(wg)]
+    else:
+        keys = [parts_at(0, slice(None), pl.ds(wg * dq.columns, dq.columns))]
+    return ds_smem, keys
+
+
+def _dq_before(w, dq, wg, done):
+    """The matmuls for dQ of the step before."""
+    ds_smem, keys = _dq_factors(w, dq, wg, done, None)
+    issue = lambda *accs: sum(w.wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(accs, keys, strict=True))
+    return Others(tuple((64, k[0].shape[1]) for k in keys), issue)
+
+
+def _release_ds(w, done):
+    """Says that this warpgroup reads the dS of the step before no more."""
+    if w.plan.lags_dq:
+        plgpu.barrier_arrive(w.scratch["ds_free"].at[lax.rem(done + 1, jnp.int32(2))])
+
+
+def _stage(w, dq, wg, done, pieces):
+    """Stages this warpgroup's part of a tile of dQ for a store warp."""
+    _stage_pieces(w, wg, pieces, 0)
+    _announce_dq(w, dq, wg, done)
+
+
+def _stage_pieces(w, wg, pieces, column):
+    """Writes columns of dQ to shared memory, from `column` on; returns the column after them."""
+    if column == 0:
+        w.barriers["dq_free"].wait(wg)
+    for x in pieces:
+        w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
+        column += x.shape[1]
+    return column
+
+
+def _announce_dq(w, dq, wg, done):
+    fence_async_proxy(w.plan.interpret)
+    w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * w.plan.config.compute_wgs + wg)
