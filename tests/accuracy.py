@@ -165,10 +165,10 @@ def _errors_of_few(case, implementation, inputs, names, run, run_plain):
     rng, drawn = np.random.default_rng(0), []
     for _ in range(DRAWS):
         d_out, d_lse = (rng.standard_normal(x.shape).astype(x.dtype) for x in (inputs.d_out, inputs.d_lse))
-        truth_of = lambda d_lse, d_out=d_out.astype(np.float32): run_exact(d_out, d_lse)
-        want = truth_of(d_lse)
+        exact_d_out = d_out.astype(np.float32)
+        want = run_exact(exact_d_out, d_lse)
         lost = want["out"] - want["out"].astype(d_out.dtype).astype(np.float32)
-        of_rounded = truth_of(d_lse + (lost * d_out.astype(np.float32)).sum(axis=-1))
+        of_rounded = run_exact(exact_d_out, d_lse + (lost * exact_d_out).sum(axis=-1))
         drawn.append((run(d_out, d_lse), run_plain(d_out, d_lse), want, of_rounded))
     rms = lambda values: np.sqrt(np.mean(np.square(values), axis=0))
     found = []
