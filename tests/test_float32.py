@@ -96,6 +96,14 @@ def test_parts_add_up(parts, count, bits, rng):
     assert all(i + j < parts for i, j in pairs)
 
 
+def test_xla_is_kept_from_dropping_what_rounds():
+    """On a GPU it takes a conversion to bfloat16 and back to be none, which leaves nothing for the other parts."""
+    problem, _ = problem_of(BASE)
+    jaxpr = jax.make_jaxpr(lambda x: products.in_memory(problem, x, "BTNH"))(jnp.ones((1, 4, 1, 1)))
+    made = [(eqn.primitive.name, eqn.outvars[0].aval.dtype) for eqn in jaxpr.eqns]
+    assert ("convert_element_type", jnp.float32) not in made and ("reduce_precision", jnp.float32) in made
+
+
 def test_infinite_inputs_stay_what_they_are():
     """As in a product that is not split; a part that is inf - inf would make them NaN."""
     x = jnp.asarray([np.inf, -np.inf, 3.4e38, 1.0], jnp.float32).reshape(1, 4, 1, 1)
