@@ -58,6 +58,10 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
     ),
+    "full tiles in an order of each CTA": (
+        dataclasses.replace(BASE, T=600, S=600, N=1, mask="causal"),
+        {"config": Config(backward=BackwardConfig(2, 128, rotate=2))},
+    ),
     "dQ of the step before": (
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True, lagged_dq=True))},

@@ -133,6 +133,8 @@ class BackwardConfig:
       dv_first: P^T dO is issued before dS is written; None: where there is a mask.
       lagged_dq: a step computes the dQ of the step before, so that no warpgroup waits for the dS that another one writes
         in the same step: their softmax and matmuls may overlap. With one store warp and two tiles of dS.
+      rotate: under a mask whose visits are known while tracing, how many full tiles further on each CTA starts than the
+        one before; after its last tile it goes on at its first full one.
       early_dq: this dQ's matmul is under way while the step's P and dS are computed; with `statistics_last`, `lagged_dq`.
 
     `head_section` is a former name of `l2_head_group`, which still works.
@@ -151,6 +153,7 @@ class BackwardConfig:
     dv_first: bool | None = None
     lagged_dq: bool = False
     early_dq: bool = False
+    rotate: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
