@@ -58,22 +58,6 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
     ),
-    "full tiles in an order of each CTA": (
-        dataclasses.replace(BASE, T=600, S=600, N=1, mask="causal"),
-        {"config": Config(backward=BackwardConfig(2, 128, rotate=2))},
-    ),
-    "dQ of the step before": (
-        dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
-        {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True, lagged_dq=True))},
-    ),
-    "dQ of the step before, a warpgroup sits out": (
-        dataclasses.replace(WIDE, T=320, S=300, mask="window_causal"),
-        {"config": Config(backward=BackwardConfig(lagged_dq=True))},
-    ),
-    "dQ of the step before, under P and dS": (
-        dataclasses.replace(BASE, T=200, S=200, H=96, Hv=96, mask="causal"),
-        {"config": Config(backward=BackwardConfig(statistics_last=True, lagged_dq=True, early_dq=True))},
-    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},

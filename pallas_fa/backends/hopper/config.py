@@ -129,13 +129,7 @@ class BackwardConfig:
       by_tile: CTAs process the query heads of a tile before the next tile, where `Order.by_tile` says so; else head after
         head.
       statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
-        accumulators start at them. Without a score and lengths of queries.
-      dv_first: P^T dO is issued before dS is written; None: where there is a mask.
-      lagged_dq: a step computes the dQ of the step before, so that no warpgroup waits for the dS that another one writes
-        in the same step: their softmax and matmuls may overlap. With one store warp and two tiles of dS.
-      rotate: under a mask whose visits are known while tracing, how many full tiles further on each CTA starts than the
-        one before; after its last tile it goes on at its first full one.
-      early_dq: this dQ's matmul is under way while the step's P and dS are computed; with `statistics_last`, `lagged_dq`.
+        accumulators start at them. Where there are no score, sequence lengths and dropout.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -150,10 +144,6 @@ class BackwardConfig:
     stagger: int = 0
     by_tile: bool = False
     statistics_last: bool = False
-    dv_first: bool | None = None
-    lagged_dq: bool = False
-    early_dq: bool = False
-    rotate: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):

@@ -22,7 +22,8 @@ from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.operands.layout import Layout, ordered
 
-_NARROWER = (80, 96)  # of 16-bit numbers: head dims past 64 that are not padded to 128
+# Head dims of 16-bit operands that are not padded to 128 (evidence: library/columns-of-80-and-96).
+_NARROWER = (80, 96)
 
 
 @dataclasses.dataclass(frozen=True)

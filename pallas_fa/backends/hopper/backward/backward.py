@@ -58,7 +58,8 @@ def backward(
     """
     operands = residuals.operands
     plans = [choose(problem, kind, gpu, interpret) for kind in passes(problem)]
-    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, plans[0].lse_factor)
+    (factor,) = {plan.lse_factor for plan in plans}
+    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))

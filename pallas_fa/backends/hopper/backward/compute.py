@@ -10,7 +10,7 @@ from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.padding import zero_stationary
-from pallas_fa.backends.hopper.backward.step import after_last_step, before_first_step, skip, step
+from pallas_fa.backends.hopper.backward.step import skip, step
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces
 
@@ -29,12 +29,10 @@ def compute(w: Warpgroup) -> None:
     def mainloop(*refs):
         qk_count = given["qk"].chunks if "qk" in given else 0
         accs = Accumulators(refs[:qk_count], refs[qk_count:])
-        before_first_step(w)
         if plan.order.by_tile:
-            steps = _all_heads(w, accs)
+            _all_heads(w, accs)
         else:
-            steps = work.for_heads(plan, w.block, lambda n, done: _head(w, n, done, accs))
-        after_last_step(w, steps)
+            work.for_heads(plan, w.block, lambda n, done: _head(w, n, done, accs))
         return tuple(acc[...] for acc in refs)
 
     stand_ins, shapes = [], []
@@ -76,7 +74,7 @@ def _stage(w, name, chunks):
 
 
 def _all_heads(w, accs):
-    """All steps, tile after tile; returns their number."""
+    """All steps, tile after tile."""
     plan, block = w.plan, w.block
     visits = plan.visits.of_part(w.gmem.visit_table, block.b, None, block.number, 0)
     at_start, at_end = (visits.first, visits.full_first), (visits.full_last, visits.last)
@@ -93,7 +91,6 @@ def _all_heads(w, accs):
             step(w, at, before, (), accs)
 
         done = work.for_tiles(plan, block, start, end, done, of_tile)
-    return done
 
 
 def _head(w, n, done, accs):

@@ -68,13 +68,6 @@ class Order:
         return self.config.stagger if applies else 0
 
     @property
-    def rotate(self) -> int:
-        """How many full tiles further on, among its own, each CTA starts than the one before, under a mask."""
-        applies = self.kind.fused and self.problem.mask is not None and self.visits.known is not None
-        return self.config.rotate if applies and not self.by_tile else 0
-
-    @property
     def store_warps(self) -> int:
         """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles."""
-        c = self.config
-        return 1 if self.by_tile or self.stagger or self.rotate or self.visits.listed or c.lagged_dq else c.store_warps
+        return 1 if self.by_tile or self.stagger or self.visits.listed else self.config.store_warps

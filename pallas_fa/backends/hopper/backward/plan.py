@@ -64,18 +64,8 @@ class BackwardPlan(BackwardCore):
     @property
     def statistics_last(self) -> bool:
         """Whether accumulators start at 0 and row statistics are added to what the matmuls give."""
-        return self.config.statistics_last and not self.scored and not self.padding.behind_mask
-
-    @property
-    def lags_dq(self) -> bool:
-        """Whether a step computes the dQ of the step before."""
-        c = self.config
-        return c.lagged_dq and self.dq is not None and c.compute_wgs > 1 and c.ds_stages == 2 and not self.splits
-
-    @property
-    def early_dq(self) -> bool:
-        """Whether this dQ's matmul comes before P and dS of the step."""
-        return self.config.early_dq and self.lags_dq and self.statistics_last
+        in_the_way = self.scored or self.padding.behind_mask or self.problem.dropout is not None
+        return self.config.statistics_last and not in_the_way
 
     @property
     def lse_factor(self) -> float:

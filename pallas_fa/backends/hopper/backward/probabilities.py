@@ -1,8 +1,7 @@
 """P and dS of one tile of logits of the backward kernel, and the gradients of a score's arrays."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,20 +16,10 @@ from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import add_to_gmem
 
 
-class Others(NamedTuple):
-    """Matmuls that are under way while P and dS are computed.
-
-    shapes: of their accumulators. issue: issues them, given these; returns how many they are.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    issue: Callable[..., int]
-
-
 def probabilities(
-    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], others: Others | None = None
-) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and what `others` give.
+    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...]
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Returns (P, dS) as operands of matmuls, and `sums` plus the score's gradients of this tile.
 
     An operand is a tuple of its parts, None where it is not needed.
 
@@ -60,15 +49,14 @@ def probabilities(
         if statistics_last:
             w.wait_for_pv(slots)
         if statistics_last and kind.accumulates_qk:
-            return wgmma.scoped(functools.partial(after_logits, s_acc), shape, *(others.shapes if others else ()))
+            return wgmma.scoped(functools.partial(after_logits, s_acc), shape)
         return after_logits(s_acc, dp_acc)
 
-    def after_logits(s_acc, dp_acc: Any, *other_accs):
+    def after_logits(s_acc, dp_acc: Any):
         issued = 0
         if kind.accumulates_qk:
             issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
-        after_dp = others.issue(*other_accs) if others else 0
-        s = wgmma.result(s_acc, in_flight=issued + after_dp)
+        s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
             x = s * scale
@@ -81,15 +69,14 @@ def probabilities(
         p = tile.dropped(plan, tile.zero_where_masked(p))
         p_operand = products.operand(problem, tile.kept(plan, p)) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
-            return p_operand, None, sums, ()
-        dp = wgmma.result(dp_acc, in_flight=after_dp)
+            return p_operand, None, sums
+        dp = wgmma.result(dp_acc, in_flight=0)
         neg_delta = lambda: statistic("delta", slots.pv)
         if statistics_last:
             dp = dp + neg_delta()
         ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
-        results = tuple(wgmma.result(acc, in_flight=0) for acc in other_accs)
-        return p_operand, products.operand(problem, ds), new_sums, results
+        return p_operand, products.operand(problem, ds), new_sums
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 

@@ -85,8 +85,7 @@ def _dq(plan):
     if not plan.dq:
         return {}
     c, tiles = plan.config, plan.tiles.stationary_qk
-    lagged = ("ds_free", "ds_ready") if plan.lags_dq else ()
-    return {name: plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=2) for name in lagged} | dict(
+    return dict(
         dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32, math.gcd(plan.dq.columns * 4, 128)),
         # The factors of dQ have the same swizzle.
         ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype, tiles.swizzled),

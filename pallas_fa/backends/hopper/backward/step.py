@@ -13,7 +13,7 @@ from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
-from pallas_fa.backends.hopper.backward.probabilities import Others, probabilities
+from pallas_fa.backends.hopper.backward.probabilities import probabilities
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 from pallas_fa.backends.hopper.tma import fence_async_proxy
 
@@ -31,8 +31,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     if plan.padding.streamed and at.is_boundary:
         zero_streamed(w, at, slots)
 
-    others = _dq_before(w, plan.dq, wg, done) if plan.dq and plan.early_dq else None
-    p, ds, sums, dq = probabilities(w, at, rows, slots, sums, others)
+    p, ds, sums = probabilities(w, at, rows, slots, sums)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
         issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
@@ -43,25 +42,15 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return sums
 
     ds_smem = _ds_smem(w, done)
-    dv_first = plan.problem.mask is not None  # evidence: backward/dv-matmul-first
-    if plan.config.dv_first is not None:
-        dv_first = plan.config.dv_first
+    dv_first = plan.problem.mask is not None or plan.statistics_last  # evidence: backward/dv-matmul-first
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     for smem, part in zip(ds_smem, ds, strict=True):
         smem[rows] = part
     if not dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-    _announce_ds(w, done)
-    if plan.early_dq:
-        issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
-        _release_ds(w, done)
-        _stage(w, plan.dq, wg, done, dq)
-        wgmma.wait(issued)
-        w.release_pv(slots)
-        wgmma.wait(0)
-        w.release_qk(slots)
-        return sums
+    fence_async_proxy(plan.interpret)
+    w.barriers["wgs_meet"].wait()
     _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
@@ -80,7 +69,8 @@ def skip(w: Warpgroup, done: Any) -> None:
         zeros = jnp.zeros((64, plan.config.width), plan.tiles.stationary_qk.dtype)
         for part_smem in ds_smem:
             part_smem[pl.ds(wg * 64, 64)] = plgpu.layout_cast(zeros, TILE)
-        _announce_ds(w, done)
+        fence_async_proxy(plan.interpret)
+        w.barriers["wgs_meet"].wait()
         _stage_dq(w, plan.dq, wg, done, ds_smem, (), None, slots)
     else:
         w.release_pv(slots)
@@ -90,75 +80,15 @@ def skip(w: Warpgroup, done: Any) -> None:
 def _ds_smem(w, done):
     """Where step `done` puts the parts of dS, once no warpgroup reads them any more."""
     c, parts = w.plan.config, w.plan.tiles.stationary_qk.parts
-    if w.plan.lags_dq:
-        plgpu.barrier_wait(w.scratch["ds_free"].at[lax.rem(done, jnp.int32(2))])
-        return [w.scratch["ds_smem"].at[lax.rem(done, jnp.int32(2))]]
     if c.ds_stages == 1 and c.compute_wgs > 1:
         w.barriers["wgs_meet"].wait()
     stage = lax.rem(done, jnp.int32(c.ds_stages))
     return [w.scratch["ds_smem"].at[stage * parts + i if parts > 1 else stage] for i in range(parts)]
 
 
-def _announce_ds(w, done):
-    """Announces this warpgroup's part of the dS of step `done`; waits for the others' unless dQ lags."""
-    fence_async_proxy(w.plan.interpret)
-    if w.plan.lags_dq:
-        plgpu.barrier_arrive(w.scratch["ds_ready"].at[lax.rem(done, jnp.int32(2))])
-    else:
-        w.barriers["wgs_meet"].wait()
-
-
-def before_first_step(w: Warpgroup) -> None:
-    """Lets the first step compute a dQ, of no step, which the store warp drops, and write dS."""
-    if w.plan.lags_dq:
-        plgpu.barrier_arrive(w.scratch["ds_ready"].at[1])
-        plgpu.barrier_arrive(w.scratch["ds_free"].at[0])
-
-
-def after_last_step(w: Warpgroup, steps: Any) -> None:
-    """Computes the dQ of the last step, if it lags."""
-    plan = w.plan
-    if plan.lags_dq and plan.dq:
-        _stage_dq(w, plan.dq, opaque(w.wg, plan.interpret), steps, None, (), None, None)
-        plgpu.barrier_wait(w.scratch["ds_free"].at[lax.rem(steps, jnp.int32(2))])  # each phase is to be waited for
-
-
-def _stage_dq(
-    w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots | None
-) -> None:
-    """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way.
-
-    `slots`: those of the step; None after the last one.
-    """
-    plan, wgmma = w.plan, w.wgmma
-    ds_smem, keys = _dq_factors(w, dq, wg, done, ds_smem)
-
-    def matmuls(keys, is_first, is_last, *dq_accs):
-        issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
-        if is_first and slots:
-            wgmma.wait(issued)  # dV is done
-            w.release_pv(slots)
-        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and slots and qk_accs else 0
-        return tuple(wgmma.result(acc, in_flight=issued) for acc in dq_accs)
-
-    # Split operands leave registers for 64 columns at a time.
-    groups, column = [[k] for k in keys] if plan.splits else [keys], 0
-    for group in groups:
-        body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
-        pieces = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
-        if slots:
-            _release_ds(w, done)
-        column = _stage_pieces(w, wg, pieces, column)
-    _announce_dq(w, dq, wg, done)
-
-
-def _dq_factors(w, dq, wg, done, ds_smem):
-    """The dS of all warpgroups, once it is there, and the columns of K: the factors of this warpgroup's part of dQ."""
-    plan, wgs, tiles = w.plan, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
-    if plan.lags_dq:
-        before = lax.rem(done + 1, jnp.int32(2))
-        ds_smem = [w.scratch["ds_smem"].at[before]]
-        plgpu.barrier_wait(w.scratch["ds_ready"].at[before])
+def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots) -> None:
+    """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way."""
+    plan, wgmma, wgs, tiles = w.plan, w.wgmma, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
     place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
     parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
     if dq.by_rows:
@@ -169,38 +99,24 @@ def _dq_factors(w, dq, wg, done, ds_smem):
         keys = [parts_at(wg)]
     else:
         keys = [parts_at(0, slice(None), pl.ds(wg * dq.columns, dq.columns))]
-    return ds_smem, keys
 
+    def matmuls(keys, is_first, is_last, *dq_accs):
+        issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
+        if is_first:
+            wgmma.wait(issued)  # dV is done
+            w.release_pv(slots)
+        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and qk_accs else 0
+        return tuple(wgmma.result(acc, in_flight=issued) for acc in dq_accs)
 
-def _dq_before(w, dq, wg, done):
-    """The matmuls for dQ of the step before."""
-    ds_smem, keys = _dq_factors(w, dq, wg, done, None)
-    issue = lambda *accs: sum(w.wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(accs, keys, strict=True))
-    return Others(tuple((64, k[0].shape[1]) for k in keys), issue)
-
-
-def _release_ds(w, done):
-    """Says that this warpgroup reads the dS of the step before no more."""
-    if w.plan.lags_dq:
-        plgpu.barrier_arrive(w.scratch["ds_free"].at[lax.rem(done + 1, jnp.int32(2))])
-
-
-def _stage(w, dq, wg, done, pieces):
-    """Stages this warpgroup's part of a tile of dQ for a store warp."""
-    _stage_pieces(w, wg, pieces, 0)
-    _announce_dq(w, dq, wg, done)
-
-
-def _stage_pieces(w, wg, pieces, column):
-    """Writes columns of dQ to shared memory, from `column` on; returns the column after them."""
-    if column == 0:
-        w.barriers["dq_free"].wait(wg)
-    for x in pieces:
-        w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
-        column += x.shape[1]
-    return column
-
-
-def _announce_dq(w, dq, wg, done):
-    fence_async_proxy(w.plan.interpret)
-    w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * w.plan.config.compute_wgs + wg)
+    # Split operands leave registers for 64 columns at a time.
+    groups, column = [[k] for k in keys] if plan.splits else [keys], 0
+    for group in groups:
+        body = functools.partial(matmuls, group, group is groups[0], group is groups[-1])
+        pieces = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
+        if group is groups[0]:
+            w.barriers["dq_free"].wait(wg)
+        for x in pieces:
+            w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
+            column += x.shape[1]
+    fence_async_proxy(plan.interpret)
+    w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)

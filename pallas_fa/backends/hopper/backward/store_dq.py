@@ -30,11 +30,6 @@ def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scra
         for wg in range(wgs):
             dq_free.arrive(wg)
 
-    if plan.lags_dq:  # the first step's dQ is of no step
-        for wg in range(wgs):
-            dq_ready.wait(wg)
-            dq_free.arrive(wg)
-
     def step(tile, n):
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None

@@ -34,10 +34,8 @@ class Warpgroup:
 
     def __init__(self, plan: BackwardPlan, block: Block, wg: Any, gmem: Refs, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.wgmma, self.barriers = (
-            Wgmma(plan.interpret, plan.tiles.stationary_qk.parts, plan.statistics_last),
-            barriers(plan, scratch),
-        )
+        self.wgmma = Wgmma(plan.interpret, plan.tiles.stationary_qk.parts, plan.statistics_last)
+        self.barriers = barriers(plan, scratch)
         self.rows = pl.ds(wg * 64, 64)  # this warpgroup's rows of the block
         matrix = lambda name: getattr(plan.tiles, name).matrix(scratch[f"{name}_smem"])
         self.stationary_qk, self.streamed_qk, self.streamed_pv = map(

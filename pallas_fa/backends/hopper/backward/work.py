@@ -74,12 +74,6 @@ def tile_of_step(plan: BackwardPlan, block: Block, visit_table: Any, n: Any, til
     """
     if plan.visits.listed:
         return plan.visits.list_of(visit_table, block.b, n, block.number).tile(tile)
-    if plan.order.rotate:
-        visits = plan.visits.of_part(visit_table, block.b, n, block.number, 0)
-        count = jnp.maximum(visits.full_last - visits.full_first, 1)
-        further = tile + lax.rem(jnp.int32(block.number * plan.order.rotate), jnp.int32(count))
-        rotated = jnp.where(further < visits.full_last, further, further - count)
-        return jnp.where((visits.full_first <= tile) & (tile < visits.full_last), rotated, tile)
     stagger, tiles = plan.order.stagger, plan.visits.tiles
     return lax.rem(tile + block.number * stagger, jnp.int32(tiles)) if stagger else tile
 
