@@ -10,7 +10,7 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import why_not_functions
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.mla import support as mla
-from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, Support
 from pallas_fa.problem import Problem
 
 
@@ -27,12 +27,8 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    if problem.pages:
-        return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
-    forward = problem.config and problem.config.forward
-    untried = products.parts_of(problem) > 1 or problem.dropout is not None or (forward and forward.stream_k)
-    only_named = NEVER_RUN if untried else None
-    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
+    no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
+    return Support(None, no_backward, _remark(problem, kernels, gpu))
 
 
 def _remark(problem, kernels, gpu):
