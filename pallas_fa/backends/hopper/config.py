@@ -78,8 +78,8 @@ class ForwardConfig:
             raise ValueError(
                 f"block_kv={self.block_kv} must be a positive multiple of 64, the width of a swizzled tile."
             )
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages} must be at least 2, to load one tile while another is used.")
+        if self.stages < 1:
+            raise ValueError(f"stages={self.stages} must be at least 1.")
         if self.q_block_pairs < 0:
             raise ValueError(f"q_block_pairs={self.q_block_pairs} must be at least 0, for single query blocks.")
         if self.l2_head_group < 1:
