@@ -39,6 +39,8 @@ EXCEPTIONS = {
     ("hopper backward", 256, hopper.BackwardConfig(1, 64, (1, 1), 2)): 320,
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2)): 96,
     ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): 128,
+    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=4)): 96,
+    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=2)): 96,
 }
 
 

@@ -6,7 +6,8 @@ so its bounds check may cut rows and columns anywhere, and it fills what lies ou
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
 Of an operand that is split (see `products`), the chunks of one part follow those of another.
 
-Where CTAs share the columns of an operand (`column_parts`), a tile has the columns of one of them.
+Where CTAs or warpgroups share the columns of an operand (`column_parts`), a tile has the columns of one of them. The
+head dim is rounded up to `multiple`, and columns past it are zeros.
 """
 
 import dataclasses
@@ -38,15 +39,16 @@ class Tiles:
     in_chunks: bool = False
     parts: int = 1
     column_parts: int = 1
+    multiple: int = 64
 
     @property
     def padded_dim(self) -> int:
         """Columns of a tile: the head dim, or a part of it, rounded up to what the tensor cores take."""
-        return -(-self.dim // (64 * self.column_parts)) * 64
+        return -(-self.dim // self.multiple) * self.multiple // self.column_parts
 
     @property
     def _whole(self) -> bool:
-        return self.length % 8 == 0 and self.dim % (64 * self.column_parts) == 0 and not self.in_chunks
+        return self.length % 8 == 0 and self.dim % self.multiple == 0 and not self.in_chunks
 
     @property
     def _one_view(self) -> bool:
@@ -98,7 +100,13 @@ class Tiles:
         """Starts copying rows of one head into a tile; arrives on `barrier`, or on that of each chunk, `copies` times."""
         barrier_of = of_chunk(barrier)
         for i in range(self.copies):
-            plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i, column_part), copied.at[i], barrier_of(i))
+            self.load_chunk(i, gmem, b, rows, head, copied.at[i], barrier_of(i), column_part)
+
+    def load_chunk(
+        self, i: int, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any, column_part: Any = 0
+    ) -> None:
+        """Starts the copy of chunk i; arrives on `barrier` once."""
+        plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i, column_part), copied, barrier)
 
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any, column_part: Any = 0) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""

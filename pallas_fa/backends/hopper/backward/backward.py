@@ -19,7 +19,6 @@ from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
-from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.choose import candidates, choose
 from pallas_fa.backends.hopper.backward.kernel import kernel
@@ -33,8 +32,6 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
-    if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
-        return f"the backward kernel takes head dims of at most {LARGEST_HEAD_DIM}"
     for kind in passes(problem):
         plans = candidates(problem, kind, gpu)
         if not plans:

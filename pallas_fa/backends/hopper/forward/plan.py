@@ -67,7 +67,8 @@ class ForwardPlan(ForwardCore):
             for shape, layout in zip(shapes, layouts, strict=True)
         )
         out = dataclasses.replace(out, dtype=problem.dtype, parts=1)
-        v, out = (dataclasses.replace(x, column_parts=self.column_parts) for x in (v, out))
+        column_parts = dict(column_parts=self.column_parts, multiple=64 * self.column_parts)
+        v, out = (dataclasses.replace(x, **column_parts) for x in (v, out))
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
             layout = "BNTH" if self.stream_k else self.query_layout
