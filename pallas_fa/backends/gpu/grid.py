@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-AXIS = "cta"
+AXIS, CLUSTER_AXIS = "cta", "cta_in_cluster"
 
 
 class Place(NamedTuple):
