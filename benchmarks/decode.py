@@ -1,7 +1,7 @@
 """Times one decoding step: few queries of each sequence against its cache of keys and values.
 
 usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS[,CTAS] ...]
-                                   [--rounds N] [--commit HASH] [--out FILE]
+                                   [--rounds N] [--commit HASH] [--out FILE] [--turn FILE]
 
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
 of the output of the step before. Caches that the GPU's own cache could hold are several in turn. Each row says how many of
@@ -15,7 +15,7 @@ import dataclasses
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import command, machine, row_file
+from benchmarks import command, machine, row_file, turns
 from benchmarks.decode_steps import NAMED, PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
@@ -107,42 +107,70 @@ def memory_rates() -> dict[str, float]:
     return dict(copy_bytes_per_s=rate(copy, 2 * x.nbytes), read_bytes_per_s=rate(read, x.nbytes))
 
 
-def measure(
-    name: str, step: Step, candidates: dict[str, Implementation], rounds: int, about: dict[str, Any]
-) -> list[Row]:
-    """Returns a row for each of the implementations, timed in turn; `about` is what all rows say."""
+@dataclasses.dataclass
+class Prepared:
+    """The programs of a step, compiled, and the rows of all that were asked for, by label."""
+
+    step: Step
+    repeats: int
+    rows: dict[str, Row]
+    programs: dict[str, Any]
+
+
+def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, Any]) -> Prepared:
+    """Compiles a step by each of the implementations, and compares it with the truth; `about` is what all rows say."""
+    step = STEPS[name]
     q, caches = caches_of(step)
     turn = in_turn(caches)
     estimate = max(step.bytes / 2.5e12, step.flops / 4e14, 5e-6) * len(turn)
-    repeats = max(2, int(0.02 / estimate))
-    rows: dict[str, Row] = {}
-    programs = {}
+    found = Prepared(step, max(2, int(0.02 / estimate)), {}, {})
     candidates = candidates | {label: parse(label) for label in NAMED.get(name, ())}
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
     for page in PAGES.get(name, ()):
         calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, page=page)
     for label, (implementation, call) in calls.items():
         row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(call)
-        rows[label] = row | dict(bytes=step.bytes, caches=len(caches))
+        found.rows[label] = row | dict(bytes=step.bytes, caches=len(caches))
         try:
             fn = attend(implementation, call)
-            rows[label]["max_error"] = error_of(jax.jit(fn), call, q, *caches[0])
-            program = chained(fn, repeats).lower(q, turn).compile()
-            jax.block_until_ready(program(q, turn))
-            programs[label] = program
+            found.rows[label]["max_error"] = error_of(jax.jit(fn), call, q, *caches[0])
+            found.programs[label] = chained(fn, found.repeats).lower(q, turn).compile()
         except Exception as error:  # what a library raises is this row's result
-            rows[label]["error"] = error_text(error)
-    samples = {label: [] for label in programs}
-    for _ in range(rounds):
-        for label, program in programs.items():
+            found.rows[label]["error"] = error_text(error)
+    return found
+
+
+def timed(prepared: Prepared, rounds: int) -> list[Row]:
+    """Returns the rows, timed in turn."""
+    q, caches = caches_of(prepared.step)
+    turn = in_turn(caches)
+    samples = {label: [] for label in prepared.programs}
+    for round_ in range(rounds + 1):
+        for label, program in prepared.programs.items():
             start = time.perf_counter()
             jax.block_until_ready(program(q, turn))
-            samples[label].append((time.perf_counter() - start) / (repeats * len(turn)))
+            if round_:  # the first is the warm-up
+                samples[label].append((time.perf_counter() - start) / (prepared.repeats * len(turn)))
     for label, seconds in samples.items():
-        rate = step.bytes / statistics.median(seconds)
-        rows[label] |= dict(p50_ms=statistics.median(seconds) * 1e3, of_memory=rate / MEMORY_BYTES_PER_S)
-        rows[label] |= dict(tflops_per_s=step.flops / statistics.median(seconds) / 1e12)
-    return list(rows.values())
+        step, median = prepared.step, statistics.median(seconds)
+        prepared.rows[label] |= dict(p50_ms=median * 1e3, of_memory=step.bytes / median / MEMORY_BYTES_PER_S)
+        prepared.rows[label] |= dict(tflops_per_s=step.flops / median / 1e12)
+    return list(prepared.rows.values())
+
+
+def measured(args: argparse.Namespace, candidates: dict[str, Implementation]) -> Iterator[Row]:
+    """Compiles what the command line asks for, then times it, and makes the rows."""
+    about: dict[str, Any] = dict(
+        suite="decode",
+        run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        device=machine.device_kind(),
+        versions=machine.versions(),
+        commit=args.commit,
+    )
+    prepared = [prepare(name, candidates, about) for name in args.rows]
+    turns.take(args.turn)
+    rates = memory_rates()
+    yield from (row | rates for each in prepared for row in timed(each, args.rounds))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -171,18 +199,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=command.positive, default=7)
     parser.add_argument("--commit", default=machine.commit())
     parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "decode.jsonl")
+    turns.add_turn(parser)
     args = parser.parse_args()
     candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
-    about: dict[str, Any] = dict(
-        suite="decode",
-        run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=machine.device_kind(),
-        versions=machine.versions(),
-        commit=args.commit,
-        **memory_rates(),
-    )
-    produced = (row for name in args.rows for row in measure(name, STEPS[name], candidates, args.rounds, about))
-    command.carry_out(produced, args.out, table, plot=False)
+    command.carry_out(measured(args, candidates), args.out, table, plot=False)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import command, gate, machine, measure, progress, row_file, rows
+from benchmarks import command, gate, machine, measure, progress, row_file, rows, turns
 from benchmarks.implementations import Implementation
 from benchmarks.truth import Truth, truth
 from benchmarks.workloads import FLOPS_FACTOR, Workload, suites
@@ -38,6 +38,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="programs that need more temporary memory are not run (default: %(default)s here)",
     )
     command.add_plot(parser)
+    turns.add_turn(parser)
     args = parser.parse_args(argv)
     known = [w.name for w in suites()[args.suite].workloads]
     if unknown := [name for name in args.workloads or () if name not in known]:
@@ -154,8 +155,9 @@ def measured(args: argparse.Namespace) -> Iterator[rows.Row]:
     common = rows.common(args.suite, args.commit) | {"compile_threads": args.compile_threads}
     programs = [program for group in groups for program in group]
     measure.compile_all(programs, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
+    end = start + turns.take(args.turn) + args.budget_seconds
     with progress.bar(len(groups) * args.rounds, "time") as bar:
-        runner = Runner(args, args.baseline or suite.baseline, common, start + args.budget_seconds, bar)
+        runner = Runner(args, args.baseline or suite.baseline, common, end, bar)
         yield from runner.all(groups)
 
 

@@ -20,27 +20,28 @@ from tests.elsewhere.targets import TARGETS
 pytestmark = pytest.mark.full
 SOURCE = pathlib.Path(__file__).parent / "elsewhere" / "libcuda.c"
 SPILLED = 32  # bytes that a kernel may spill
-# What may spill more, on whichever GPU spills most. No GPU was there to measure what it costs, but for Hopper's kernels.
+# What may spill more, in steps of 32 bytes, and for which GPUs. What it costs was measured for Hopper's kernels alone.
 EXCEPTIONS = {
-    ("mma forward", 64, mma.ForwardConfig(1, 128, 64, stages=2)): 96,
-    ("mma forward", 128, mma.ForwardConfig(1, 128, 64)): 576,  # on sm_100a; 128 elsewhere
-    ("mma forward", 128, mma.ForwardConfig(1, 128, 32)): 128,
-    ("mma forward", 256, mma.ForwardConfig(1, 64, 64)): 192,
-    ("mma backward dk dv", 64, mma.BackwardConfig(1, 128, 32)): 160,
-    ("mma backward dk dv", 128, mma.BackwardConfig(2, 64, 64)): 256,
-    ("mma backward dk dv", 128, mma.BackwardConfig(1, 64, 16, stages=1)): 96,
-    ("mma backward dq", 128, mma.BackwardConfig(1, 128, 32, stages=1)): 160,
-    ("mma backward dq", 256, mma.BackwardConfig(1, 64, 32, stages=1)): 192,
-    ("mma backward dq", 256, mma.BackwardConfig(1, 64, 16, stages=1)): 128,
-    ("hopper forward", 64, hopper.ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16)): 128,
-    ("mma backward dq", 256, mma.BackwardConfig(2, 64, 32, stages=1)): 64,
-    ("hopper backward", 128, hopper.BackwardConfig(2, 64, (2, 1), 1, stagger=2)): 64,
-    ("hopper backward", 256, hopper.BackwardConfig(1, 64, (2, 1), 2)): 64,
-    ("hopper backward", 256, hopper.BackwardConfig(1, 64, (1, 1), 2)): 320,
-    ("hopper backward", 128, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2)): 96,
-    ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): 128,
-    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=4)): 96,
-    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=2)): 96,
+    ("mma forward", 64, mma.ForwardConfig(1, 128, 64, stages=2)): {"sm_90a": 64},
+    ("mma forward", 128, mma.ForwardConfig(1, 128, 64)): {"sm_80": 128, "sm_90a": 128, "sm_100a": 128},
+    ("mma backward dk dv", 64, mma.BackwardConfig(1, 128, 32)): {
+        **dict.fromkeys(("sm_80", "sm_100a", "sm_120a"), 64),
+        **dict.fromkeys(("sm_86", "sm_89"), 96),
+    },
+    ("mma backward dk dv", 128, mma.BackwardConfig(2, 64, 64)): {"sm_80": 96, "sm_90a": 256, "sm_100a": 160},
+    ("mma backward dq", 128, mma.BackwardConfig(1, 128, 32, stages=1)): {"sm_80": 128, "sm_90a": 128, "sm_100a": 128},
+    ("mma backward dq", 256, mma.BackwardConfig(2, 64, 32, stages=1)): {"sm_90a": 64, "sm_100a": 64},
+    ("mma backward dq", 256, mma.BackwardConfig(1, 64, 32, stages=1)): {"sm_90a": 64, "sm_100a": 64, "sm_120a": 128},
+    ("hopper forward", 64, hopper.ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16)): {
+        "sm_90a": 128
+    },
+    ("hopper backward", 128, hopper.BackwardConfig(2, 64, (2, 1), 1, stagger=2)): {"sm_90a": 64},
+    ("hopper backward", 128, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2)): {"sm_90a": 96},
+    ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): {"sm_90a": 128},
+    ("hopper backward", 256, hopper.BackwardConfig(1, 64, (2, 1), 2)): {"sm_90a": 64},
+    ("hopper backward", 256, hopper.BackwardConfig(1, 64, (1, 1), 2)): {"sm_90a": 320},
+    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=4)): {"sm_90a": 96},
+    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=2)): {"sm_90a": 96},
 }
 
 
@@ -83,12 +84,12 @@ def test_every_configuration_compiles_and_fits(environment, architecture, tmp_pa
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) > 20
-    allowed = {(kernel, head_dim, str(tiles)): spilled for (kernel, head_dim, tiles), spilled in EXCEPTIONS.items()}
+    more = {(kernel, H, str(tiles)): spilled.get(architecture, 0) for (kernel, H, tiles), spilled in EXCEPTIONS.items()}
     too_much = []
     for kernel in kernels:
         assert kernel["architecture"] == architecture
         assert kernel["shared_memory"] <= target.gpu.shared_memory, kernel
         assert kernel["registers"] <= 255
-        if kernel["spilled"] > allowed.get((kernel["kernel"], kernel["H"], kernel["tiles"]), SPILLED):
+        if kernel["spilled"] > max(SPILLED, more.get((kernel["kernel"], kernel["H"], kernel["tiles"]), 0)):
             too_much.append(kernel)
     assert not too_much, "\n".join(map(str, too_much))

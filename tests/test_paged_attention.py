@@ -214,17 +214,12 @@ def test_what_the_kernel_does_not_take(changed, message):
     assert not pallas_fa.paged_attention(*arguments).any()  # XLA takes it
 
 
-def test_a_kernel_that_never_ran_is_taken_only_by_name():
+def test_the_kernel_is_the_default_on_hopper():
     shape = jax.ShapeDtypeStruct
     q, pages = shape((2, 1, 8, 64), jnp.bfloat16), shape((40, 16, 2, 64), jnp.bfloat16)
     arguments = q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)
-    assert kernels(pallas_fa.paged_attention, *arguments) == 0
-    told = cache.explain(*arguments)
-    assert "xla: runs this call" in told
-    assert "mosaic_gpu: could, but only when named: compiled for this GPU, but not run on one yet" in told
-    assert "mosaic_gpu: runs this call where it is lowered for a CUDA GPU" in cache.explain(
-        *arguments, implementation="mosaic_gpu"
-    )
+    assert kernels(pallas_fa.paged_attention, *arguments) == 1
+    assert "mosaic_gpu: runs this call where it is lowered for a CUDA GPU" in cache.explain(*arguments)
 
 
 @pytest.mark.gpu

@@ -61,6 +61,15 @@ def test_is_the_bias_with_the_same_diagonals(T, S, lead, implementation, small_c
     close(results(strip, *arrays, scores.RelativeBias, implementation), want)
 
 
+@pytest.mark.parametrize("implementation", ("xla", "reference"))
+def test_a_strip_of_numpy_is_taken_under_jit(implementation):
+    strip, arrays = strip_of(3, 9, N), qkv(3, 9)
+    call = lambda strip: pallas_fa.dot_product_attention(
+        *arrays, score=scores.RelativeBias(strip), implementation=implementation
+    )
+    close(jax.jit(lambda: call(np.asarray(strip)))(), call(strip))
+
+
 def buckets(offset):
     """As T5 counts them for decoders: 8 of them, up to 16 back."""
     back = jnp.maximum(-offset, 0)

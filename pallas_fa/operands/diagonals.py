@@ -45,7 +45,7 @@ def tile(x: Any, rows: int) -> Any:
 def gathered(x: Any, t: Any, s: Any) -> Any:
     """Returns the values at queries t [1, 1, T, 1] and keys s [1, 1, 1, S], all keys: what `tile` is, by definition."""
     zero = x.shape[2] - s.shape[3]
-    return x[:, :, (s - t + zero)[0, 0]]
+    return jnp.asarray(x)[:, :, (s - t + zero)[0, 0]]
 
 
 def replace(tree: Any, fn: Callable[[Any], Any]) -> Any:

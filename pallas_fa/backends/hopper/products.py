@@ -10,6 +10,7 @@ array lie side by side along its heads, so that a tile is loaded part by part wi
 split in registers (evidence: library/float32-products).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,12 +76,23 @@ def pairs(parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((i, total - i) for total in reversed(range(parts)) for i in range(total + 1))
 
 
-def split(x: Any, parts: int) -> tuple[Any, ...]:
-    """Returns bfloat16 parts whose sum is the float32 array x, the largest first."""
+def _rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _rounded_by_xla(x):
+    return jax.lax.reduce_precision(
+        x, exponent_bits=8, mantissa_bits=7
+    )  # XLA drops conversions there and back on a GPU
+
+
+def split(x: Any, parts: int, rounded: Callable[[Any], Any] = _rounded) -> tuple[Any, ...]:
+    """Returns bfloat16 parts whose sum is the float32 array x, the largest first; `rounded` rounds to bfloat16."""
     found, rest = [], x
     for _ in range(parts - 1):
-        found.append(rest.astype(jnp.bfloat16))
-        rest = rest - found[-1].astype(jnp.float32)
+        nearest = rounded(rest)
+        found.append(nearest.astype(jnp.bfloat16))
+        rest = rest - nearest
     return *found, rest.astype(jnp.bfloat16)
 
 
@@ -95,7 +107,7 @@ def in_memory(problem: Problem, x: Any, layout: Layout) -> Any:
     parts = parts_of(problem)
     if parts == 1:
         return x
-    first, *others = split(x, parts)
+    first, *others = split(x, parts, _rounded_by_xla)
     # Of a number that is or becomes infinite nothing is left, and inf - inf would be NaN.
     others = (jnp.where(jnp.isfinite(first), part, 0) for part in others)
     return jnp.concatenate([first, *others], axis=layout.index("N"))

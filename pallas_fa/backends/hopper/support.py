@@ -27,13 +27,9 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    if problem.pages:
-        return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
-    forward = problem.config and problem.config.forward
-    wide = max(problem.H, problem.Hv) > LARGEST_HEAD_DIM
-    untried = products.parts_of(problem) > 1 or problem.dropout is not None or (forward and forward.stream_k) or wide
-    only_named = NEVER_RUN if untried else None
-    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
+    no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
+    only_named = NEVER_RUN if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM else None
+    return Support(None, no_backward, _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):

@@ -1,8 +1,12 @@
 """Matmuls on the tensor cores by `mma.sync`, for the GPU and for JAX's interpreter.
 
 A warpgroup multiplies: the left operand and the sums lie in its registers, the right operand comes from shared memory
-piece by piece. The sums are float32 arrays in the layout `gpu.layouts.TILE`. Rounded to 16 bits, the registers of such an
-array are those of a left operand, under another name. The interpreter has neither the instruction nor the names.
+piece by piece. Tiles of logits are float32 arrays in the layout `gpu.layouts.TILE`. Rounded to 16 bits, the registers of
+such an array are those of a left operand, under another name. The interpreter has neither the instruction nor the names.
+
+What accumulates over a loop has the layout `ACCUMULATOR` between the matmuls. From compute capability 10.0 on, LLVM holds
+the pairs of TILE in 64-bit registers and multiplies them by `mul.f32x2`; ptxas then spills up to 600 bytes of an
+accumulator that otherwise fits. Evidence: forward/mma-accumulators.
 """
 
 import dataclasses
@@ -11,12 +15,20 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.layouts import TILE
 
+# The elements of TILE in the same threads, one in a register instead of two.
+ACCUMULATOR = plgpu.Layout.TILED(
+    mgpu.fragmented_array.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
+    warp_dims=(-8,),
+    lane_dims=(-4, -3),
+    vector_dim=-1,
+)
 _K = 16  # of one instruction
 _CHUNK = 64  # columns of the head dim that are in registers at a time
 
@@ -32,6 +44,18 @@ class Mma:
         """Returns sums [rows, columns], or one value per row, that start at 0."""
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE if len(shape) == 2 else TILE.reduce(1))
 
+    def accumulator(self, *shape: int) -> Any:
+        """Returns sums [rows, columns] for `plus_product` that start at 0."""
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACCUMULATOR)
+
+    def times_rows(self, acc: Any, factor: Any) -> Any:
+        """Returns an accumulator [rows, columns], each row multiplied by its own factor [rows]."""
+        return acc * plgpu.layout_cast(lax.broadcast_in_dim(factor, acc.shape, [0]), ACCUMULATOR)
+
+    def accumulated(self, acc: Any) -> Any:
+        """Returns what an accumulator holds, as a tile to store."""
+        return plgpu.layout_cast(acc, TILE)
+
     def inner_products(self, a: Any, b: Any) -> Any:
         """Returns a b^T of a [rows, dim] and b [columns, dim] in shared memory."""
         if self.interpret:
@@ -44,14 +68,18 @@ class Mma:
         return x
 
     def plus_product(self, acc: Any, x: Any, b: Any) -> Any:
-        """Returns acc + x b, for float32 x [rows, positions], rounded here, and b [positions, dim] in shared memory."""
+        """Returns an accumulator plus x b.
+
+        `x`: [rows, positions] float32, rounded here. `b`: [positions, dim] in shared memory.
+        """
         x = x.astype(self.dtype)
         if self.interpret:
             return acc + _dot(x, b[...])
+        acc = plgpu.layout_cast(acc, TILE)
         for c in range(0, x.shape[1], _K):
             left = self._as_left(x[:, c : c + _K])
             acc = plgpu.mma(acc, left, plgpu.load(b.at[pl.ds(c, _K)], layout=self._rhs))
-        return acc
+        return plgpu.layout_cast(acc, ACCUMULATOR)
 
     @functools.cached_property
     def _lhs(self):

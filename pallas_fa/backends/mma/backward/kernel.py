@@ -88,8 +88,8 @@ class Backward:
         self._load_stationary()
         shape = lambda tiles: (plan.config.rows, tiles.padded_dim)
         sums = Sums(
-            self.mma.zeros(*shape(plan.tiles.stationary_qk)) if kind.accumulates_qk else None,
-            self.mma.zeros(*shape(plan.tiles.stationary_pv)) if kind.accumulates_pv else None,
+            self.mma.accumulator(*shape(plan.tiles.stationary_qk)) if kind.accumulates_qk else None,
+            self.mma.accumulator(*shape(plan.tiles.stationary_pv)) if kind.accumulates_pv else None,
             (),
         )
         if kind.keys_stationary and group > 1:
@@ -192,12 +192,13 @@ class Backward:
         stores = []
         if kind.accumulates_pv:
             target = self.scratch.get("stationary_pv_smem", smem_qk).at[wg]
-            dv = sums.pv if plan.dropout_scale is None else sums.pv * plan.dropout_scale
+            dv = self.mma.accumulated(sums.pv)
+            dv = dv if plan.dropout_scale is None else dv * plan.dropout_scale
             target[...] = dv.astype(plan.problem.dtype)
             stores.append((plan.tiles.stationary_pv, target, "dv"))
         if kind.accumulates_qk:
             target = smem_qk.at[wg]
-            target[...] = (sums.qk * plan.qk_scale).astype(plan.problem.dtype)
+            target[...] = (self.mma.accumulated(sums.qk) * plan.qk_scale).astype(plan.problem.dtype)
             stores.append((plan.tiles.stationary_qk, target, "dk" if kind.keys_stationary else "dq"))
         self.cta.meet()
         for tiles, source, name in stores:

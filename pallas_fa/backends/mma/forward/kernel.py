@@ -73,7 +73,7 @@ class Forward:
         if c.stages > 1:
             self._load_v(start)
         carry = (
-            self.mma.zeros(c.rows, plan.tiles.v.padded_dim),
+            self.mma.accumulator(c.rows, plan.tiles.v.padded_dim),
             plgpu.layout_cast(jnp.full((c.rows,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), PER_ROW),
             self.mma.zeros(c.rows, SUM_COLUMNS),
         )
@@ -105,7 +105,7 @@ class Forward:
         l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
         if of_max:
             m, rescale = of_max
-            acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+            acc = self.mma.times_rows(acc, rescale)
         if self.dropout is not None:
             p = self.dropout.apply(p, self.t0, s0)
         return self.mma.plus_product(acc, p, scratch["v_smem"].at[slot]), m, l
@@ -116,7 +116,7 @@ class Forward:
             sink = self.gmem.sinks[self.b if self.gmem.sinks.shape[0] > 1 else 0, self.n]
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
         factor, lse = finish(plan, m, l, unit, sink)
-        out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+        out = self.mma.accumulated(self.mma.times_rows(acc, factor))
         smem = scratch.get("out_smem", scratch["q_smem"]).at[self.cta.wg]
         self.cta.meet()
         smem[...] = out.astype(plan.problem.dtype)
