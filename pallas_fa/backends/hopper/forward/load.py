@@ -63,6 +63,7 @@ class Load:
             self._keys_or_values("k", keys, at, slot, scratch["k_ready"].at[slot])
         else:
 
+            @functools.cache  # a tile of several pages asks for it several times
             def ready(piece):
                 wait_free(plan, step, slot * plan.k_pieces + piece, scratch["k_free"])
                 return scratch["k_ready"].at[slot * plan.k_pieces + piece]
