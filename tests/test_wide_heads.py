@@ -14,12 +14,12 @@ from pallas_fa.backends import reference
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.hopper.backward.backward import why_no_backward
-from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
+from pallas_fa.backends.hopper.config import BackwardConfig, Config
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.forward import choose as forward_choose
 from pallas_fa.backends.hopper.forward.forward import forward
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
-from pallas_fa.backends.record import NEVER_RUN
+from pallas_fa.backends.record import RUN_IN_PART
 from pallas_fa.problem import normalise
 from tests.cases import Case
 from tests.lowering import kernels
@@ -27,13 +27,7 @@ from tests.test_backward_kernel import is_right_and_free_of_races
 from tests.test_kernel_interpreted import interpreted, problem_of
 
 BASE = Case(70, 130, dtype="bfloat16", N=2, K=1, H=512, Hv=512, batch=(1,))
-CLUSTERS = Config(
-    forward=ForwardConfig(2, 64, 1, pin_softmax=False, multicast=True),
-    backward=BackwardConfig(2, 64, (1, 1), chunk_slots=4, multicast=True),
-)
 CASES = {
-    "clusters, causal": dataclasses.replace(BASE, T=140, S=140, H=264, Hv=320, N=4, K=2, mask="causal"),
-    "clusters, lengths, bias": dataclasses.replace(BASE, batch=(2,), mask="lengths", score="bias_shared"),
     "causal, in parts that differ, one past the end": dataclasses.replace(
         BASE, T=140, S=140, H=264, Hv=320, N=4, K=2, mask="causal"
     ),
@@ -49,7 +43,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_forward_is_right_and_free_of_races(name):
     case = CASES[name]
-    problem, operands = problem_of(case, CLUSTERS if "cluster" in name else None)
+    problem, operands = problem_of(case, None)
     (out, lse), races = interpreted(problem, operands, decode if case.T == 1 else forward)
     assert not races
     true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
@@ -80,15 +74,6 @@ GRADIENTS = {
         {},
     ),
     "blocks, dropout": (dataclasses.replace(BASE, mask="computed_blocks", dropout=0.3), {}),
-    "clusters, causal": (
-        dataclasses.replace(BASE, T=140, S=200, H=264, Hv=320, N=4, K=2, mask="bottom_right"),
-        {"config": CLUSTERS},
-    ),
-    "clusters, lengths, every kind of score": (
-        dataclasses.replace(BASE, batch=(2,), H=320, mask="lengths", score="everything", sinks="heads"),
-        {"config": CLUSTERS},
-    ),
-    "clusters, blocks": (dataclasses.replace(BASE, T=200, mask="computed_blocks"), {"config": CLUSTERS}),
 }
 
 
@@ -129,6 +114,6 @@ def problem_of_shapes(H, Hv, bias):
 
 def test_they_run_only_when_named():
     x = jax.ShapeDtypeStruct((1, 200, 2, 512), jnp.float16)
-    assert f"mosaic_gpu: could, but only when named: {NEVER_RUN}" in pallas_fa.explain(x, x, x)
+    assert f"mosaic_gpu: could, but only when named: {RUN_IN_PART}" in pallas_fa.explain(x, x, x)
     first, *_ = pallas_fa.explain(x, x, x, implementation="mosaic_gpu").splitlines()
-    assert first.startswith("mosaic_gpu: runs this call") and NEVER_RUN in first
+    assert first.startswith("mosaic_gpu: runs this call") and RUN_IN_PART in first

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-AXIS, CLUSTER_AXIS = "cta", "cta_in_cluster"
+AXIS = "cta"
 
 
 class Place(NamedTuple):

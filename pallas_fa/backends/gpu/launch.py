@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.grid import AXIS, CLUSTER_AXIS
+from pallas_fa.backends.gpu.grid import AXIS
 
 
 def launch(
@@ -18,7 +18,6 @@ def launch(
     warpgroups: int,
     scratch: dict[str, Any],
     semantics: Any = plgpu.LoweringSemantics.Warpgroup,
-    cluster: int = 1,
 ) -> tuple[Any, ...]:
     """Runs a kernel and returns its results.
 
@@ -29,7 +28,6 @@ def launch(
       ctas: the size of the grid; its axis is `grid.AXIS`.
       warpgroups: of each CTA; their axis is "wg".
       scratch: shared memory and barriers by name, in the order in which they lie in memory.
-      cluster: CTAs that can share what they load, of successive numbers; their axis is `grid.CLUSTER_AXIS`.
       semantics: whether the kernel is lowered for warpgroups or for lanes, which mma.sync asks for.
     """
     count = len(operands) + len(out_type)
@@ -38,17 +36,15 @@ def launch(
         body(*refs[:count], **dict(zip(scratch, refs[count:], strict=True)))
 
     with_names.__name__ = body.__name__
-    clusters: dict[str, Any] = dict(cluster=(cluster,), cluster_names=(CLUSTER_AXIS,)) if cluster > 1 else {}
     # Kernels count in 32 bits, whatever an int is elsewhere.
     with jax.enable_x64(False):
         results = plgpu.kernel(
             with_names,
             out_type=out_type,
             grid=(
-                ctas // cluster,
+                ctas,
             ),  # one axis: only the first of CUDA's three may pass 65535 (evidence: forward/grid-and-scratch)
             grid_names=(AXIS,),
-            **clusters,
             num_threads=warpgroups,
             thread_name="wg",
             scratch_types=tuple(scratch.values()),

@@ -23,7 +23,7 @@ def swizzle(dtype: Any, width: int) -> tuple[Any, ...]:
 
 def scratch_bytes(scratch: dict[str, Any]) -> int:
     """Returns the bytes of shared memory that a kernel's scratch takes, barriers left out."""
-    sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier))
+    sizes = (_bytes(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier))
     return sum(pl.cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 

@@ -56,9 +56,6 @@ class ForwardConfig:
         the partial results are merged. 0: a CTA for each query block or part. For calls of at most 16 queries (evidence:
         decode/stream-k).
 
-      multicast: CTAs that share the columns of a query block's output, past Hv=256, form a cluster, and load keys once for
-        all of them.
-
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.
     """
@@ -73,7 +70,6 @@ class ForwardConfig:
     q_in_registers: bool = False
     kv_splits: int = 1
     stream_k: int = 0
-    multicast: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -135,7 +131,6 @@ class BackwardConfig:
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
-      multicast: with chunks, two CTAs of successive positions form a cluster, and load streamed operands once for both.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -150,7 +145,6 @@ class BackwardConfig:
     stagger: int = 0
     by_tile: bool = False
     chunk_slots: int = 0
-    multicast: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
@@ -161,8 +155,6 @@ class BackwardConfig:
             raise ValueError(f"stages={self.stages} and ds_stages={self.ds_stages} must be 1 or 2.")
         if self.chunk_slots not in (0, 2, 4):
             raise ValueError(f"chunk_slots={self.chunk_slots} must be 0, 2 or 4: a CTA has barriers for no more.")
-        if self.multicast and not self.chunk_slots:
-            raise ValueError("multicast=True asks for chunk_slots, which it shares.")
         if self.chunk_slots and self.stages[0] != self.stages[1]:
             raise ValueError(f"stages={self.stages} must be equal with chunk_slots={self.chunk_slots}.")
         if self.store_warps not in (1, 2):
@@ -183,19 +175,9 @@ class BackwardConfig:
         return 1 if self.chunk_slots else self.compute_wgs
 
     @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return 2 if self.multicast else 1
-
-    @property
-    def held(self) -> int:
+    def block(self) -> int:
         """Stationary positions of a CTA."""
         return self.rows * self.row_groups
-
-    @property
-    def block(self) -> int:
-        """Stationary positions of a cluster, or of a CTA where there are none."""
-        return self.held * self.cluster
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.grid import AXIS, CLUSTER_AXIS
+from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.operands.layout import Layout, ordered
 
@@ -95,36 +95,18 @@ class Tiles:
         return ref if self._one_view else ref[1]
 
     def load(
-        self,
-        gmem: Any,
-        b: Any,
-        rows: Any,
-        head: Any,
-        copied: Any,
-        barrier: "Any | OfChunk",
-        column_part: Any = 0,
-        cluster: int = 1,
+        self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: "Any | OfChunk", column_part: Any = 0
     ) -> None:
         """Starts copying rows of one head into a tile; arrives on `barrier`, or on that of each chunk, `copies` times."""
         barrier_of = of_chunk(barrier)
         for i in range(self.copies):
-            self.load_chunk(i, gmem, b, rows, head, copied.at[i], barrier_of(i), column_part, cluster)
+            self.load_chunk(i, gmem, b, rows, head, copied.at[i], barrier_of(i), column_part)
 
     def load_chunk(
-        self,
-        i: int,
-        gmem: Any,
-        b: Any,
-        rows: Any,
-        head: Any,
-        copied: Any,
-        barrier: Any,
-        column_part: Any = 0,
-        cluster: int = 1,
+        self, i: int, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any, column_part: Any = 0
     ) -> None:
-        """Starts the copy of chunk i; arrives on `barrier` once. All CTAs of a `cluster` get it, and do their part."""
-        axes = CLUSTER_AXIS if cluster > 1 else None
-        plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i, column_part), copied, barrier, collective_axes=axes)
+        """Starts the copy of chunk i; arrives on `barrier` once."""
+        plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i, column_part), copied, barrier)
 
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any, column_part: Any = 0) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
@@ -142,13 +124,6 @@ class Tiles:
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
         first = lax.mul(lax.axis_index(AXIS), jnp.int32(0)) if self.column_parts == 1 else column_part * self.padded_dim
         return pl.ds(chunk * self.chunk + first, self.chunk)
-
-
-def shared_free(cluster: int, **options: Any) -> Any:
-    """Returns barriers at which tiles that all CTAs of a cluster get are free: all of them arrive."""
-    if cluster == 1:
-        return plgpu.Barrier(**options)
-    return plgpu.ClusterBarrier(collective_axes=(CLUSTER_AXIS,), **options)
 
 
 def of_chunk(barrier: "Any | OfChunk") -> OfChunk:

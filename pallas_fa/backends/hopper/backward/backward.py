@@ -102,10 +102,9 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
             *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
-        ctas=plan.order.grid.ctas * plan.config.cluster,
+        ctas=plan.order.grid.ctas,
         warpgroups=plan.config.compute_wgs + 1,
         scratch=scratch_of(plan),
-        cluster=plan.config.cluster,
     )
     results, added = list(results), [jax.freeze(ref) for ref in added]
     found = {}

@@ -21,7 +21,7 @@ class Load:
     def __init__(self, plan: BackwardPlan, block: work.Block, gmem: Refs, scratch: dict[str, Any]):
         self.plan, self.block, self.gmem, self.scratch = plan, block, gmem, scratch
         self.barriers = barriers(plan, scratch)
-        self.stationary = pl.ds(block.start, plan.config.held)
+        self.stationary = pl.ds(block.start, plan.config.block)
 
     def run(self) -> None:
         """Loads everything, and waits until all slots of the rings are free."""
@@ -64,13 +64,12 @@ class Load:
             if name == plan.in_ring:
                 use, at = chunks.place_in_ring(plan, done, chunk)
                 pl.when(use >= c.chunk_slots)(lambda free=free, at=at: free.wait(at))
-                tiles.load_chunk(chunk, *place, copied.at[at, 0], ready.at[at], cluster=c.cluster)
+                tiles.load_chunk(chunk, *place, copied.at[at, 0], ready.at[at])
                 continue
             if chunk == 0:
                 pl.when(done >= c.stages[0])(lambda free=free: free.wait(slot))
                 self._beside(n, slot, positions)
-            at = slot * tiles.chunks + chunk
-            tiles.load_chunk(chunk, *place, copied.at[slot, chunk], ready.at[at], cluster=c.cluster)
+            tiles.load_chunk(chunk, *place, copied.at[slot, chunk], ready.at[slot * tiles.chunks + chunk])
 
     def _beside(self, n, slot, positions):
         """Loads row statistics and arrays of a step."""

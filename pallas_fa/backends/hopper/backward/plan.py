@@ -109,7 +109,7 @@ class BackwardPlan(BackwardCore):
         """Which tiles each CTA visits."""
         c = self.config
         # Zeroing a tile takes all warpgroups. A tile as wide as the block is rarely one warpgroup's alone.
-        can_skip = c.width < c.block and not self.padding.streamed and not self.chunked
+        can_skip = c.width < c.block and not self.padding.streamed
         return StreamedVisits(
             self.problem.mask,
             self.kind,

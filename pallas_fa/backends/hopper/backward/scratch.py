@@ -17,7 +17,7 @@ from pallas_fa.backends.gpu.named_barriers import (
 )
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
-from pallas_fa.backends.hopper.tiles import over_another, shared_free
+from pallas_fa.backends.hopper.tiles import over_another
 
 _F32 = jnp.dtype(jnp.float32)
 
@@ -41,11 +41,7 @@ def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarr
     `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more. `dq_ready`,
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again.
     """
-    found = numbered(_parties(plan), scratch)
-    if plan.config.cluster > 1:
-        names = [f"streamed_{name}_free" for name in ("qk", "pv")]
-        found |= {name: dataclasses.replace(found[name], mbarrier=scratch[name]) for name in names}
-    return found
+    return numbered(_parties(plan), scratch)
 
 
 def _parties(plan):
@@ -65,7 +61,7 @@ def _parties(plan):
 def _arrays(plan):
     c, stages = plan.config, plan.config.stages[0]
     lead = lambda array: (stages, c.row_groups) if array.kind == "tile" else (stages,)
-    rows = lambda array: 64 if array.kind == "tile" else c.held
+    rows = lambda array: 64 if array.kind == "tile" else c.block
     return {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
         for i, array in enumerate(plan.arrays)
@@ -82,7 +78,7 @@ def _delta(plan):
 def _statistic(plan, stages):
     """Of a stage of queries: the streamed ones, or the CTA's own."""
     c = plan.config
-    return plgpu.SMEM((stages, c.width) if plan.kind.keys_stationary else (1, c.held), _F32)
+    return plgpu.SMEM((stages, c.width) if plan.kind.keys_stationary else (1, c.block), _F32)
 
 
 def _dq(plan):
@@ -136,8 +132,6 @@ def _chunks(plan, beside):
         scratch[f"streamed_{name}_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=barriers)
         one = dataclasses.replace(tiles, dim=64, multiple=64) if name == plan.in_ring else tiles
         scratch[f"streamed_{name}_smem"] = one.scratch(slots, rows=c.width)
-        if c.cluster > 1:
-            scratch[f"streamed_{name}_free"] = shared_free(c.cluster, num_arrivals=c.compute_wgs, num_barriers=slots)
     if beside:
         scratch["beside_ready"] = plgpu.Barrier(num_arrivals=beside, num_barriers=c.stages[0])
     return scratch
@@ -160,7 +154,7 @@ def _held(plan):
 
 
 def _stationary(plan, name):
-    tiles, rows = getattr(plan.tiles, name), plan.config.held
+    tiles, rows = getattr(plan.tiles, name), plan.config.block
     if plan.splits and not plan.interpret:
         return tiles.scratch_with(plan.gradient_tiles(name), rows=rows)
     if plan.chunked and not plan.kind.accumulates_qk:  # dV passes through it, in chunks alike

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.gpu.grid import CLUSTER_AXIS
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 
@@ -31,10 +30,7 @@ def block_here(plan: BackwardPlan) -> Block:
     if not plan.kind.keys_stationary and plan.problem.mask is not None:
         number = plan.visits.blocks - 1 - number  # under most masks later queries see more keys: longest first
     down = plan.order.by_tile and lax.rem(at.group, jnp.int32(2)) == 0
-    start = number * plan.config.block
-    if plan.config.cluster > 1:
-        start += lax.axis_index(CLUSTER_AXIS) * plan.config.held
-    return Block(at.b, at.head, number, start, down)
+    return Block(at.b, at.head, number, number * plan.config.block, down)
 
 
 def for_heads(plan: BackwardPlan, block: Block, body: Callable[[Any, Any], Any]) -> Any:

@@ -79,7 +79,6 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
         ctas=plan.ctas,
         warpgroups=config.compute_wgs + 1,
         scratch=scratch_of(plan),
-        cluster=plan.cluster,
     )
 
 

@@ -100,8 +100,7 @@ class Load:
         tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
         held, column_part = self.plan.problem.pages, self.block.column_part if name == "v" else 0
         if held is None:
-            cluster = self.plan.cluster if name == "k" else 1
-            tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part, cluster)
+            tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part)
             return
         head = self.kv_head if held.interleaved is None else 2 * self.kv_head + (name == "v")
         pages.load(tiles, held, gmem, at, rows, head, smem, ready, column_part)

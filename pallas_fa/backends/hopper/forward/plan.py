@@ -51,11 +51,6 @@ class ForwardPlan(ForwardCore):
         return -(-self.problem.Hv // LARGEST_HEAD_DIM)
 
     @property
-    def cluster(self) -> int:
-        """CTAs of a cluster: those that share an output's columns, or 1."""
-        return self.column_parts if self.config.multicast else 1
-
-    @property
     def k_pieces(self) -> int:
         """Pieces of a tile of keys that are loaded, used and released one by one: its chunks, or all of it."""
         return self.tiles.k.chunks if self.wide else 1
@@ -98,7 +93,7 @@ class ForwardPlan(ForwardCore):
         """The CTAs of the kernel."""
         dims, is_masked = self.problem.dims, self.problem.mask is not None
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
-        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts // self.cluster, group)
+        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
 
     @functools.cached_property
     def stream_k(self) -> StreamK | None:
@@ -112,7 +107,7 @@ class ForwardPlan(ForwardCore):
     @property
     def ctas(self) -> int:
         """How many CTAs the kernel has."""
-        return self.stream_k.ctas if self.stream_k else self.grid.ctas * self.cluster
+        return self.stream_k.ctas if self.stream_k else self.grid.ctas
 
     @property
     def several_blocks(self) -> bool:

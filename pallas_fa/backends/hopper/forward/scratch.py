@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.tiles import over_another, shared_free
+from pallas_fa.backends.hopper.tiles import over_another
 
 
 def scratch(plan: ForwardPlan) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         scratch["arrays_ready"] = ring(num_arrivals=copies)
     pieces = c.stages * plan.k_pieces
-    scratch["k_free"] = shared_free(plan.cluster, num_arrivals=c.compute_wgs, num_barriers=pieces)
+    scratch["k_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=pieces)
     scratch["k_ready"] = plgpu.Barrier(
         num_arrivals=plan.tiles.k.copies // plan.k_pieces * plan.boxes, num_barriers=pieces
     )

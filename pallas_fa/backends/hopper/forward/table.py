@@ -37,9 +37,7 @@ _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
-_WIDE = tuple(
-    ForwardConfig(wgs, 64, stages, pin_softmax=False, ping_pong=wgs > 1) for wgs in (2, 1) for stages in (2, 1)
-)
+_WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
 def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:

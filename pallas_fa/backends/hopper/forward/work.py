@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import schedule, visit_lists
-from pallas_fa.backends.gpu.grid import CLUSTER_AXIS, quotient_and_remainder
+from pallas_fa.backends.gpu.grid import quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.gpu.stream_k import Segment
 from pallas_fa.backends.hopper.forward.plan import Q_STAGES, ForwardPlan
@@ -40,10 +40,7 @@ def for_blocks(plan: ForwardPlan, gmem: Any, role: Callable[[QueryBlock], tuple[
         of_segment = lambda segment, *done: role(_block(plan, segment.unit, segment, *done))
         return plan.stream_k.for_segments(gmem.share_table, visits_of, of_segment)
     at, splits = plan.grid.place(), plan.config.kv_splits
-    if plan.cluster > 1:
-        cta, column_part = at.cta, lax.axis_index(CLUSTER_AXIS)
-    else:
-        cta, column_part = _split(at.cta, plan.column_parts)
+    cta, column_part = _split(at.cta, plan.column_parts)
     cta, part = _split(cta, splits)
     one = lambda number, *done: role(
         QueryBlock(at.b, at.head, part, column_part, number, plan.blocks.start(number), None, *done)
