@@ -39,6 +39,8 @@ EXCEPTIONS = {
     ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): {"sm_90a": 128},
     ("hopper backward", 256, hopper.BackwardConfig(1, 64, (2, 1), 2)): {"sm_90a": 64},
     ("hopper backward", 256, hopper.BackwardConfig(1, 64, (1, 1), 2)): {"sm_90a": 320},
+    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=4)): {"sm_90a": 96},
+    ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=2)): {"sm_90a": 96},
 }
 
 

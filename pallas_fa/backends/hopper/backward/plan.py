@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
@@ -54,7 +54,10 @@ class BackwardPlan(BackwardCore):
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         dtype, parts = products.operand_dtype(problem), products.parts_of(problem)
-        q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, parts=parts) for shape in shapes)
+        options: dict[str, Any] = dict(parts=parts)
+        if self.chunked:
+            options |= dict(in_chunks=True, multiple=64 * self.config.compute_wgs)
+        q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, **options) for shape in shapes)
         if self.kind.fused and self.config.width != self.config.block:  # the warpgroups share dQ by columns
             q, k = (dataclasses.replace(x, sharers=self.config.compute_wgs) for x in (q, k))
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
@@ -64,7 +67,7 @@ class BackwardPlan(BackwardCore):
     @property
     def statistics_last(self) -> bool:
         """Whether accumulators start at 0 and row statistics are added to what the matmuls give."""
-        in_the_way = self.scored or self.padding.behind_mask or self.problem.dropout is not None
+        in_the_way = self.scored or self.chunked or self.padding.behind_mask or self.problem.dropout is not None
         return self.config.statistics_last and not in_the_way
 
     @property
@@ -75,13 +78,39 @@ class BackwardPlan(BackwardCore):
         return -LOG2E if self.statistics_last else -1 / self.problem.scale
 
     @property
+    def chunked(self) -> bool:
+        """Whether one streamed operand passes through a ring of chunks (see `chunks`)."""
+        return self.config.chunk_slots > 0
+
+    @property
+    def in_ring(self) -> str:
+        """Which one that is: it has no part in the gradient."""
+        return "pv" if self.kind.accumulates_qk else "qk"
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of the rings of `streamed_qk` and `streamed_pv`."""
+        c, ring = self.config, self.in_ring
+        qk, pv = (
+            c.chunk_slots if self.chunked and ring == name else stages
+            for name, stages in zip(("qk", "pv"), c.stages, strict=True)
+        )
+        return qk, pv
+
+    @property
+    def column_parts(self) -> int:
+        """Warpgroups that share the columns of a gradient."""
+        return self.config.compute_wgs // self.config.row_groups
+
+    @property
     def splits(self) -> bool:
         """Whether operands are split into parts, so that the gradients' tiles differ from those of the operands."""
         return self.tiles.stationary_qk.parts > 1
 
     def gradient_tiles(self, name: str) -> Tiles:
         """Returns the tiles of the gradient of stationary operand `name`; they take the operand's shared memory."""
-        return dataclasses.replace(getattr(self.tiles, name), dtype=self.problem.dtype, parts=1)
+        tiles = getattr(self.tiles, name)
+        return dataclasses.replace(tiles, dtype=self.problem.dtype, parts=1, column_parts=self.column_parts)
 
     @functools.cached_property
     def padding(self) -> Padding:
