@@ -158,7 +158,7 @@ THINNED = {
     "test_whole_rows.py::test_table_with_all_rows_at_once": 2,
     "test_wide_heads.py::test_both_directions_lower": 1,
     "test_wide_heads.py::test_interpreted_backward_is_right_and_free_of_races": 1,
-    "test_wide_heads.py::test_interpreted_forward_is_right_and_free_of_races": 2,
+    "test_wide_heads.py::test_interpreted_forward_is_right_and_free_of_races": 1,
 }
 
 
