@@ -57,6 +57,7 @@ THINNED = {
     "test_checkpoint.py::test_a_kill_at_any_point_of_a_save_leaves_what_can_be_resumed": 0,
     "test_closed_over_arrays.py::test_indexed_arrays_are_right": 2,
     "test_context_parallel.py::test_all_to_all_attention_is_attention": 6,
+    "test_context_parallel.py::test_memory_falls_with_the_number_of_devices": 1,
     "test_context_parallel.py::test_ring_attention_is_attention": 6,
     "test_context_parallel.py::test_ring_of_any_size": 3,
     "test_decode.py::test_interpreted_kernel_is_right_and_free_of_races": 5,

@@ -99,7 +99,7 @@ def test_xla_is_kept_from_dropping_what_rounds():
     """On a GPU it takes a conversion to bfloat16 and back to be none, which leaves nothing for the other parts."""
     problem, _ = problem_of(BASE)
     jaxpr = jax.make_jaxpr(lambda x: products.in_memory(problem, x, "BTNH"))(jnp.ones((1, 4, 1, 1)))
-    made = [(eqn.primitive.name, eqn.outvars[0].aval.dtype) for eqn in jaxpr.eqns]
+    made = [(eqn.primitive.name, eqn.outvars[0].aval.dtype) for eqn in jaxpr.eqns]  # type: ignore[attr-defined]
     assert ("convert_element_type", jnp.float32) not in made and ("reduce_precision", jnp.float32) in made
 
 
