@@ -89,8 +89,6 @@ MUTATIONS = (
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
     Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
-    Mutation("backends/gpu/stream_k.py", "& (visit == 0)", "", "tests/test_decode.py -k every_visit"),
-    Mutation("backends/gpu/steps.py", "self.last - skipped, 0", "self.last, 0", "tests/test_decode.py -k interpreted"),
     Mutation("backends/hopper/mla/compute.py", "self._times(acc, rescale), i", "acc, i", "tests/test_mla.py -k interpreted"),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip

@@ -77,7 +77,7 @@ def _config_reason(problem):
 
     if isinstance(problem.config, Config):
         forward = problem.config.forward
-        if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
+        if forward is None or forward.kv_splits == 1:
             return None
         if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
