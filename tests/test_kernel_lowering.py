@@ -183,7 +183,7 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
     [
         ({"compute_wgs": 4}, "compute_wgs=4"),
         ({"block_kv": 80}, "block_kv=80"),
-        ({"stages": 1}, "stages=1"),
+        ({"stages": 0}, "stages=0"),
         ({"l2_head_group": 0}, "l2_head_group=0"),
         ({"q_block_pairs": -1}, "q_block_pairs=-1"),
     ],

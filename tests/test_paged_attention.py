@@ -171,11 +171,11 @@ def call_in_bfloat16(rng, page, layout, T, S, H=64):
     return (q, *in_pages(rng, np.asarray(k), np.asarray(v), lengths, page, layout), lengths), (q, k, v)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_interpreted_kernel_is_right_and_free_of_races(name, rng):
+@pytest.mark.parametrize(("name", "H"), [*((name, 64) for name in CALLS), ("16", 512)])
+def test_interpreted_kernel_is_right_and_free_of_races(name, H, rng):
     page, layout, T, keywords = CALLS[name]
     S = 1024 if "bias" in keywords else -(-(2 * 64 + 16) // page) * page
-    (q, *pages, lengths), _ = call_in_bfloat16(rng, page, layout, T, S)
+    (q, *pages, lengths), _ = call_in_bfloat16(rng, page, layout, T, S, H)
     key, value = checked(q, *pages, layout)
     problem, operands = normalise(q, key, value, key_value_seq_lengths=lengths, **keywords)
     (out, lse), races = interpreted(problem, operands, decode)

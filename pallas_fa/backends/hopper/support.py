@@ -7,10 +7,10 @@ import jax
 
 from pallas_fa.backends.gpu import head_dims
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.support import why_not_functions
+from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_functions
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.mla import support as mla
-from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, RUN_IN_PART, Support
 from pallas_fa.problem import Problem
 
 
@@ -28,7 +28,8 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
-    return Support(None, no_backward, _remark(problem, kernels, gpu))
+    only_named = RUN_IN_PART if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM else None
+    return Support(None, no_backward, _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):

@@ -14,13 +14,14 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 class QueryBlock(NamedTuple):
     """A query block of one head: batch entry, query head, its number, its first query (negative in front padding).
 
-    `part`: which part of its keys.
+    `part`: which part of its keys; `column_part`: which part of the output's columns.
     `done`, `arrays_done`: how many steps, and steps that used streamed arrays, this CTA did for blocks before.
     """
 
     b: Any
     n: Any
     part: Any
+    column_part: Any
     number: Any
     t0: Any
     done: Any
@@ -29,10 +30,17 @@ class QueryBlock(NamedTuple):
 
 def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of this CTA, and returns the sums."""
-    at, splits = plan.grid.place(), plan.config.kv_splits
-    cta, part = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
-    one = lambda number, *done: role(QueryBlock(at.b, at.head, part, number, plan.blocks.start(number), *done))
+    at = plan.grid.place()
+    cta, column_part = _split(at.cta, plan.column_parts)
+    cta, part = _split(cta, plan.config.kv_splits)
+    one = lambda number, *done: role(
+        QueryBlock(at.b, at.head, part, column_part, number, plan.blocks.start(number), *done)
+    )
     return plan.blocks.for_each(cta, one)
+
+
+def _split(x, count):
+    return quotient_and_remainder(x, count) if count > 1 else (x, 0)
 
 
 def result_entry(plan: ForwardPlan, block: QueryBlock) -> Any:
