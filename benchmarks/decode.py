@@ -1,6 +1,6 @@
 """Times one decoding step: few queries of each sequence against its cache of keys and values.
 
-usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS[,CTAS] ...]
+usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS ...]
                                    [--rounds N] [--commit HASH] [--out FILE] [--turn FILE]
 
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
@@ -186,8 +186,8 @@ def table(rows: Sequence[Row]) -> str:
 def _tiles(text):
     from pallas_fa.backends.hopper.config import Config, ForwardConfig
 
-    wgs, block_kv, stages, splits, *ctas = map(int, text.split(","))
-    forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits, stream_k=sum(ctas))
+    wgs, block_kv, stages, splits = map(int, text.split(","))
+    forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits)
     return f"tiles {text}", Implementation("pallas_fa", "mosaic_gpu", "", Config(forward))
 
 
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME")
     command.add_implementations(parser)
-    parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS[,CTAS]")
+    parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
     parser.add_argument("--rounds", type=command.positive, default=7)
     parser.add_argument("--commit", default=machine.commit())
     parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "decode.jsonl")

@@ -61,7 +61,7 @@ THINNED = {
     "test_context_parallel.py::test_ring_attention_is_attention": 6,
     "test_context_parallel.py::test_ring_of_any_size": 3,
     "test_decode.py::test_interpreted_kernel_is_right_and_free_of_races": 5,
-    "test_decode.py::test_lowers": 3,
+    "test_decode.py::test_lowers": 2,
     "test_decode.py::test_the_other_layout": 1,
     "test_decode_over_devices.py::test_is_attention_to_the_whole_cache": 7,
     "test_decoder.py::test_past_the_context_the_last_half_is_read_anew": 1,

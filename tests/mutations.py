@@ -90,8 +90,6 @@ MUTATIONS = (
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
     Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
-    Mutation("backends/gpu/stream_k.py", "& (visit == 0)", "", "tests/test_decode.py -k every_visit"),
-    Mutation("backends/gpu/steps.py", "self.last - skipped, 0", "self.last, 0", "tests/test_decode.py -k interpreted"),
     Mutation("backends/hopper/mla/compute.py", "self._times(acc, rescale), i", "acc, i", "tests/test_mla.py -k interpreted"),
     Mutation("backends/hopper/tiles.py", "else column_part * self.padded_dim", "else 0", WIDE_HEADS),
     Mutation("backends/hopper/backward/warpgroup.py", "self.column_part * len(accs)", "0", WIDE_HEADS),

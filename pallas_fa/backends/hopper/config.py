@@ -52,9 +52,6 @@ class ForwardConfig:
       q_in_registers: queries are an operand in registers, not in shared memory.
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
         with few queries, which would not fill the GPU.
-      stream_k: CTAs that share the key blocks of all query blocks evenly, wherever one query block ends and the next starts;
-        the partial results are merged. 0: a CTA for each query block or part. For calls of at most 16 queries (evidence:
-        decode/stream-k).
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.
@@ -69,7 +66,6 @@ class ForwardConfig:
     ping_pong: bool = False
     q_in_registers: bool = False
     kv_splits: int = 1
-    stream_k: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -86,13 +82,6 @@ class ForwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.kv_splits < 1:
             raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
-        if self.stream_k < 0:
-            raise ValueError(f"stream_k={self.stream_k} must be at least 0, for a CTA for each query block.")
-        if self.stream_k and (self.kv_splits > 1 or self.q_block_pairs):
-            raise ValueError(
-                f"stream_k={self.stream_k} shares out the work, as kv_splits={self.kv_splits} and"
-                f" q_block_pairs={self.q_block_pairs} do: set one of them."
-            )
 
     @property
     def block_q(self) -> int:

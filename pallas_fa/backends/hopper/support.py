@@ -78,10 +78,8 @@ def _config_reason(problem):
 
     if isinstance(problem.config, Config):
         forward = problem.config.forward
-        if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
+        if forward is None or forward.kv_splits == 1:
             return None
-        if forward.stream_k and max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
-            return f"config={problem.config!r} and a head dim past {LARGEST_HEAD_DIM}"
         if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
         if problem.dims.T > MOST_QUERIES:

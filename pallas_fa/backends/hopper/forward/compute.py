@@ -33,7 +33,7 @@ class Compute:
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
         self.k, self.v = plan.tiles.k.matrix(scratch["k_smem"]), plan.tiles.v.matrix(scratch["v_smem"])
-        self.q_smem = work.of_queries(block, plan.tiles.q.matrix(scratch["q_smem"]))
+        self.q_smem = plan.tiles.q.matrix(scratch["q_smem"])
         self.q = self.q_smem.at[wg]
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
@@ -49,7 +49,7 @@ class Compute:
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
         plan, steps, end = self.plan, self.steps, self.block_steps.end
-        plgpu.barrier_wait(work.of_queries(self.block, self.scratch["q_ready"]))
+        plgpu.barrier_wait(self.scratch["q_ready"])
         if plan.skips_steps:
             pl.loop(0, steps.first)(self._skip)
             pl.when(steps.first < steps.end)(self._attend)
@@ -114,7 +114,7 @@ class Compute:
 
     def _release_queries(self):
         if self.plan.several_blocks:
-            plgpu.barrier_arrive(work.of_queries(self.block, self.scratch["q_free"]))
+            plgpu.barrier_arrive(self.scratch["q_free"])
 
     def _attend(self):
         """The prologue, the mainloop (boundary blocks, full blocks, boundary blocks) and the epilogue."""
@@ -204,7 +204,7 @@ class Compute:
         acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, self.sink)
+        epilogue.store(plan, self.block, self.wg, self.gmem, scratch, acc, m, l, unit, self.sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""

@@ -25,10 +25,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     c = plan.config
     ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
     scratch: dict[str, Any] = {}
-    q_lead = (*((plan.q_stages,) if plan.q_stages > 1 else ()), c.compute_wgs)
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
     for i in sorted(streamed + columns):
-        lead = dict(row=(c.stages,), column=q_lead, tile=(c.stages, c.compute_wgs))[arrays[i].kind]
+        lead = dict(row=(c.stages,), column=(c.compute_wgs,), tile=(c.stages, c.compute_wgs))[arrays[i].kind]
         scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=c.block_kv)
     if streamed:
         copies = sum(c.compute_wgs if arrays[i].kind == "tile" else 1 for i in streamed)
@@ -46,13 +45,12 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     if plan.several_blocks:
-        scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=plan.q_stages)
-    q_arrivals = c.compute_wgs * (plan.tiles.q.copies + len(columns))
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=plan.q_stages)
+        scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
     if plan.out_over_q:
-        scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, *q_lead, rows=64)
+        scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:
-        scratch["q_smem"] = plan.tiles.q.scratch(*q_lead, rows=64)
+        scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
         scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
