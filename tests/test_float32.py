@@ -173,6 +173,13 @@ def test_the_kernels_are_the_default_on_hopper():
     assert "2 bfloat16 parts each, for 3 products" in pallas_fa.explain(*BASE.inputs().qkv)
 
 
+@pytest.mark.parametrize(("T", "name"), [(16, "xla"), (17, "mosaic_gpu")])
+def test_few_queries_are_not_worth_splitting_the_keys(T, name):
+    problem, _ = problem_of(dataclasses.replace(BASE, T=T))
+    assert choice.choose(problem, None).backend.name == name
+    assert choice.choose(problem, "mosaic_gpu").backend.name == "mosaic_gpu"
+
+
 @pytest.mark.parametrize(("H", "precision"), [(32, "high"), (64, "high"), (64, "highest"), (128, "high")])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "two passes"])
 def test_kernels_lower(H, precision, deterministic):
