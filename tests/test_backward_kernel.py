@@ -58,6 +58,14 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
     ),
+    "several blocks, one past the end": (
+        dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
+        {"config": Config(backward=BackwardConfig(1, 64, blocks_per_cta=5))},
+    ),
+    "several blocks, empty rows, grouped heads": (
+        dataclasses.replace(BASE, T=200, S=300, N=4, K=2, batch=(2,), mask="lengths"),
+        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, blocks_per_cta=4))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},

@@ -36,9 +36,10 @@ class Grid:
         """How many CTAs there are."""
         return self.batch * self.heads * self.ctas_per_head
 
-    def place(self) -> Place:
-        """Returns, in a kernel, the place of the CTA."""
-        rest, head_in_group = quotient_and_remainder(lax.axis_index(AXIS), self.l2_head_group)
+    def place(self, number: Any = None) -> Place:
+        """Returns, in a kernel, the place of CTA `number`; None: of this one."""
+        number = lax.axis_index(AXIS) if number is None else number
+        rest, head_in_group = quotient_and_remainder(number, self.l2_head_group)
         group, cta = quotient_and_remainder(rest, self.ctas_per_head)
         b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)
         return Place(b, head, cta, group)

@@ -122,6 +122,8 @@ class BackwardConfig:
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
+      blocks_per_cta: key blocks that a CTA processes one after the other: those of a head, then those of the next. The loads
+        of each overlap the block before. Where `Order.blocks_per_cta` says so; else one.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -137,6 +139,7 @@ class BackwardConfig:
     by_tile: bool = False
     statistics_last: bool = False
     chunk_slots: int = 0
+    blocks_per_cta: int = 1
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
@@ -155,6 +158,8 @@ class BackwardConfig:
             raise ValueError(f"stagger={self.stagger} must be at least 0, a number of tiles.")
         if self.l2_head_group < 1:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
+        if self.blocks_per_cta < 1:
+            raise ValueError(f"blocks_per_cta={self.blocks_per_cta} must be at least 1.")
 
     @property
     def rows(self) -> int:

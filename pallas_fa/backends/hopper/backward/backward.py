@@ -102,7 +102,7 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
             *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
-        ctas=plan.order.grid.ctas,
+        ctas=plan.order.ctas,
         warpgroups=plan.config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )

@@ -78,6 +78,11 @@ class BackwardPlan(BackwardCore):
         return -LOG2E if self.statistics_last else -1 / self.problem.scale
 
     @property
+    def several_blocks(self) -> bool:
+        """Whether a CTA may process several stationary blocks, one after the other."""
+        return self.order.blocks_per_cta > 1
+
+    @property
     def chunked(self) -> bool:
         """Whether one streamed operand passes through a ring of chunks (see `chunks`)."""
         return self.config.chunk_slots > 0

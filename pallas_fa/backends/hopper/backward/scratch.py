@@ -18,6 +18,7 @@ from pallas_fa.backends.gpu.named_barriers import (
 )
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.work import BLOCK_SLOTS
 from pallas_fa.backends.hopper.tiles import over_another
 
 _F32 = jnp.dtype(jnp.float32)
@@ -39,7 +40,8 @@ def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
     """Returns the barriers between warpgroups, by name.
 
-    `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more. `dq_ready`,
+    `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more;
+    `stationary_free`: nor a slot of stationary operands, of several blocks. `dq_ready`,
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again.
     """
     return numbered(_parties(plan), scratch)
@@ -53,6 +55,8 @@ def _parties(plan):
         streamed_qk_free=ring(plan.slots[0]),
         streamed_pv_free=ring(plan.slots[1]),
     )
+    if plan.several_blocks:
+        parties["stationary_free"] = ring(BLOCK_SLOTS)
     if plan.dq:
         parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
         parties["dq_free"] = Parties(wgs, arrivals=1, arriving=WARP, waiting=WARPGROUP)
@@ -141,14 +145,16 @@ def _chunks(plan, beside):
 
 def _held(plan):
     """Of the stationary operands."""
-    kind, tiles = plan.kind, plan.tiles
+    kind, tiles, slots = plan.kind, plan.tiles, BLOCK_SLOTS if plan.several_blocks else 1
     statistic = int(kind.keys_stationary)
     scratch = dict(
-        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.copies + 1 - statistic),
+        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.copies + 1 - statistic, num_barriers=slots),
         stationary_qk_smem=_stationary(plan, "stationary_qk"),
     )
     if kind.accumulates_qk:
-        scratch["stationary_pv_ready"] = plgpu.Barrier(num_arrivals=tiles.stationary_pv.copies + 1 - statistic)
+        scratch["stationary_pv_ready"] = plgpu.Barrier(
+            num_arrivals=tiles.stationary_pv.copies + 1 - statistic, num_barriers=slots
+        )
     if kind.accumulates_qk or (tiles.stationary_pv != tiles.stationary_qk and not plan.chunked):
         # Where it is not read, dV only passes through it on its way out.
         scratch["stationary_pv_smem"] = _stationary(plan, "stationary_pv")
@@ -161,7 +167,7 @@ def _stationary(plan, name):
         return tiles.scratch_with(plan.gradient_tiles(name), rows=rows)
     if plan.chunked and not plan.kind.accumulates_qk:  # dV passes through it, in chunks alike
         tiles = max(tiles, plan.tiles.stationary_pv, key=lambda tiles: tiles.chunks)
-    return tiles.scratch(rows=rows)
+    return tiles.scratch(*((BLOCK_SLOTS,) if plan.several_blocks else ()), rows=rows)
 
 
 def by_name(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:

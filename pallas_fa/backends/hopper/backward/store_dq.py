@@ -15,7 +15,7 @@ from pallas_fa.backends.hopper.tma import add_to_gmem
 from pallas_fa.operands.layout import ordered
 
 
-def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
+def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
     """Adds the tiles of dQ that the compute warpgroups stage, or stores them where no CTA did so before.
 
     The warps alternate: warp `index` does the steps i with i modulo the number of these warps = `index`.
@@ -30,7 +30,7 @@ def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scra
         for wg in range(wgs):
             dq_free.arrive(wg)
 
-    def step(tile, n):
+    def step(block, tile, n):
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None
         if plan.config.first_store:  # asked while the tile is computed
@@ -53,8 +53,11 @@ def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scra
         if plan.config.first_store:
             pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
 
-    def step_of_this_warp(tile, n, done):
-        pl.when(lax.rem(done, jnp.int32(dq.store_warps)) == index)(lambda: step(tile, n))
+    def of_block(block):
+        def step_of_this_warp(tile, n, done):
+            pl.when(lax.rem(done, jnp.int32(dq.store_warps)) == index)(lambda: step(block, tile, n))
 
-    work.for_steps(plan, block, gmem.visit_table, step_of_this_warp)
+        return work.for_steps(plan, block, gmem.visit_table, step_of_this_warp)
+
+    work.for_blocks(plan, of_block)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
