@@ -155,4 +155,6 @@ class BackwardPlan(BackwardCore):
             return None
         padded_dim, warps = self.tiles.stationary_qk.padded_dim, self.order.store_warps
         sizes = self.problem.dims, self.problem.layout, padded_dim, self.visits.blocks, self.visits.tiles
-        return DqSums(self.config, *sizes, warps, self.interpret)
+        known = self.visits.known
+        covers = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
+        return DqSums(self.config, *sizes, warps, self.interpret, self.tiles.streamed_qk, covers)

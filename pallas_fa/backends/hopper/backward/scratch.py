@@ -90,8 +90,9 @@ def _dq(plan):
     if not plan.dq:
         return {}
     c, tiles = plan.config, plan.tiles.stationary_qk
+    staged = _swizzled((c.compute_wgs, 64, plan.dq.columns), _F32, math.gcd(plan.dq.columns * 4, 128))
     return dict(
-        dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32, math.gcd(plan.dq.columns * 4, 128)),
+        dq_smem=plan.dq.tile.scratch(c.compute_wgs, rows=64) if plan.dq.is_final else staged,
         # The factors of dQ have the same swizzle.
         ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype, tiles.swizzled),
     )

@@ -142,7 +142,11 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
         if group is groups[0]:
             w.barriers["dq_free"].wait(wg)
         for x in pieces:
-            w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
+            if dq.is_final:
+                chunk = column // dq.tile.chunk
+                dq.tile.matrix(w.scratch["dq_smem"])[wg, chunk] = (x * plan.qk_scale).astype(dq.tile.dtype)
+            else:
+                w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
             column += x.shape[1]
     fence_async_proxy(plan.interpret)
     w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)

@@ -16,12 +16,13 @@ from pallas_fa.operands.layout import ordered
 
 
 def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
-    """Adds the tiles of dQ that the compute warpgroups stage, or stores them where no CTA did so before.
+    """Adds the tiles of dQ that the compute warpgroups stage, or stores them where no CTA does so before.
 
     The warps alternate: warp `index` does the steps i with i modulo the number of these warps = `index`.
     """
     wgs, dq, dq_smem = plan.config.compute_wgs, plan.dq, scratch["dq_smem"]
     assert dq is not None
+    copies = dq.tile.copies if dq.is_final else 1
     barrier = barriers(plan, scratch)
     dq_ready, dq_free = barrier["dq_ready"], barrier["dq_free"]
 
@@ -33,12 +34,16 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
     def step(block, tile, n):
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None
-        if plan.config.first_store:  # asked while the tile is computed
+        if dq.first_store:  # asked while the tile is computed
             counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
             is_first = first_store.claim(counter, plan.interpret)
         for wg in range(wgs):
             dq_ready.wait(index * wgs + wg)
             row = tile * plan.config.width + (wg * 64 if dq.by_rows else 0)
+            if dq.is_final:
+                copied = dq.tile.copied(dq_smem).at[wg]
+                dq.tile.store(copied, gmem.dq_sums, block.b, pl.ds(row, 64), n)
+                continue
             column = 0 if dq.by_rows else wg * dq.columns
             place = ordered(dq.layout, (block.b, pl.ds(row, 64), n, pl.ds(column, dq.columns)))
             sums = gmem.dq_sums.at[(*part, *place)]
@@ -48,9 +53,9 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
                 lambda wg=wg, sums=sums: add_to_gmem(dq_smem.at[wg], sums, plan.interpret),
             )
         for wg in range(wgs):
-            plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)
+            plgpu.wait_smem_to_gmem((wgs - 1 - wg) * copies, wait_read_only=True)
             dq_free.arrive(wg)
-        if plan.config.first_store:
+        if dq.first_store:
             pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
 
     def of_block(block):
