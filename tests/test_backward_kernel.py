@@ -71,6 +71,10 @@ CASES = {
         dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=40, Hv=48, batch=(2,), mask="causal"),
         {"config": Config(backward=BackwardConfig(1, 64, blocks_per_cta=3))},
     ),
+    "one key block of several heads, float32": (
+        dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=32, Hv=32, batch=(2,), mask="causal", dtype="float32"),
+        {"config": Config(backward=BackwardConfig(1, 64, (1, 1), 1, blocks_per_cta=3))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},

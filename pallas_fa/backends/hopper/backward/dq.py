@@ -42,7 +42,7 @@ class DqSums:
     @property
     def is_final(self) -> bool:
         """Whether a tile of one CTA is dQ itself and needs no sum, since the CTA holds all keys of its head."""
-        return self.key_blocks == 1 and self.by_rows and self.tile.parts == 1
+        return self.key_blocks == 1 and self.by_rows
 
     @property
     def first_store(self) -> bool:

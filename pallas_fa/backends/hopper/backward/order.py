@@ -43,10 +43,10 @@ class Order:
     def blocks_per_cta(self) -> int:
         """Key blocks of a CTA; the places of `grid` are then those of blocks.
 
-        One where the operands are split or come in chunks, whose shared memory holds those of one block.
+        One where the streamed operands come in chunks, whose shared memory holds those of one block.
         """
         applies = self.kind.keys_stationary and self.kind.accumulates_qk and not self.config.chunk_slots
-        return self.config.blocks_per_cta if applies and self.problem.dtype.itemsize == 2 else 1
+        return self.config.blocks_per_cta if applies else 1
 
     @property
     def ctas(self) -> int:

@@ -155,6 +155,7 @@ class BackwardPlan(BackwardCore):
             return None
         padded_dim, warps = self.tiles.stationary_qk.padded_dim, self.order.store_warps
         sizes = self.problem.dims, self.problem.layout, padded_dim, self.visits.blocks, self.visits.tiles
+        tile = dataclasses.replace(self.tiles.streamed_qk, dtype=self.problem.dtype, parts=1)
         known = self.visits.known
         covers = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
-        return DqSums(self.config, *sizes, warps, self.interpret, self.tiles.streamed_qk, covers)
+        return DqSums(self.config, *sizes, warps, self.interpret, tile, covers)

@@ -164,11 +164,12 @@ def _held(plan):
 
 def _stationary(plan, name):
     tiles, rows = getattr(plan.tiles, name), plan.config.block
+    slots = (BLOCK_SLOTS,) if plan.several_blocks else ()
     if plan.splits and not plan.interpret:
-        return tiles.scratch_with(plan.gradient_tiles(name), rows=rows)
+        return tiles.scratch_with(plan.gradient_tiles(name), *slots, rows=rows)
     if plan.chunked and not plan.kind.accumulates_qk:  # dV passes through it, in chunks alike
         tiles = max(tiles, plan.tiles.stationary_pv, key=lambda tiles: tiles.chunks)
-    return tiles.scratch(*((BLOCK_SLOTS,) if plan.several_blocks else ()), rows=rows)
+    return tiles.scratch(*slots, rows=rows)
 
 
 def by_name(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +188,9 @@ def _stand_ins(plan):
         f"d_{name}_stand_in": plgpu.SMEM((plan.config.compute_wgs, x.chunks, 64, x.chunk), _F32)
         for name, x in tiles.items()
     }
+    slots = (BLOCK_SLOTS,) if plan.several_blocks else ()
     gradients = {
-        f"d_{name}_smem": plan.gradient_tiles(name).scratch(rows=plan.config.block)
+        f"d_{name}_smem": plan.gradient_tiles(name).scratch(*slots, rows=plan.config.block)
         for name in ("stationary_qk", "stationary_pv")
         if plan.splits
     }
