@@ -60,20 +60,20 @@ CASES = {
     ),
     "several blocks, one past the end": (
         dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
-        {"config": Config(backward=BackwardConfig(1, 64, blocks_per_cta=5))},
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
     ),
     "several blocks, empty rows, grouped heads": (
         dataclasses.replace(BASE, T=200, S=300, N=4, K=2, batch=(2,), mask="lengths"),
-        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, blocks_per_cta=4))},
+        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=5))},
     ),
     "one key block, empty rows": (dataclasses.replace(BASE, T=200, S=100, batch=(2,), mask="lengths"), {}),
     "one key block of several heads, odd head dims": (
         dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=40, Hv=48, batch=(2,), mask="causal"),
-        {"config": Config(backward=BackwardConfig(1, 64, blocks_per_cta=3))},
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
     ),
     "one key block of several heads, float32": (
         dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=32, Hv=32, batch=(2,), mask="causal", dtype="float32"),
-        {"config": Config(backward=BackwardConfig(1, 64, (1, 1), 1, blocks_per_cta=3))},
+        {"config": Config(backward=BackwardConfig(1, 64, (1, 1), 1, persistent_ctas=3))},
     ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),

@@ -34,24 +34,21 @@ class Order:
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
         batch, group = self.problem.dims.B, 1
-        if self.problem.mask is not None and self.blocks_per_cta == 1:
+        if self.problem.mask is not None and not self.persistent:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
         return Grid(batch, self.heads, self.visits.blocks, group)
 
     @property
-    def blocks_per_cta(self) -> int:
-        """Key blocks of a CTA; the places of `grid` are then those of blocks.
-
-        One where the streamed operands come in chunks, whose shared memory holds those of one block.
-        """
-        applies = self.kind.keys_stationary and self.kind.accumulates_qk and not self.config.chunk_slots
-        return self.config.blocks_per_cta if applies else 1
+    def persistent(self) -> bool:
+        """Whether a CTA may process several blocks: those whose numbers in `grid` are its own plus multiples of `ctas`."""
+        holds_keys = self.kind.keys_stationary and self.kind.accumulates_qk
+        return self.config.persistent_ctas > 0 and holds_keys and not self.config.chunk_slots
 
     @property
     def ctas(self) -> int:
         """CTAs of the kernel."""
-        return -(-self.grid.ctas // self.blocks_per_cta)
+        return min(self.config.persistent_ctas, self.grid.ctas) if self.persistent else self.grid.ctas
 
     @property
     def _heads_at_once(self) -> int:
@@ -70,7 +67,7 @@ class Order:
         heads, at_once = problem.dims.B * self.heads, self._heads_at_once
         fills = at_once > 1 and (heads <= at_once or heads % at_once == 0)
         per_head = self.score_gradients.summed or self.arrays.of_kind("scalar")
-        of_group = of_group and self.blocks_per_cta == 1
+        of_group = of_group and not self.persistent
         return self.config.by_tile and of_group and fills and not per_head and self.visits.known is not None
 
     @property
@@ -85,5 +82,5 @@ class Order:
     @property
     def store_warps(self) -> int:
         """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles."""
-        single = self.by_tile or self.stagger or self.visits.listed or self.blocks_per_cta > 1
+        single = self.by_tile or self.stagger or self.visits.listed or self.persistent
         return 1 if single else self.config.store_warps

@@ -80,7 +80,7 @@ class BackwardPlan(BackwardCore):
     @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several stationary blocks, one after the other."""
-        return self.order.blocks_per_cta > 1
+        return self.order.persistent
 
     @property
     def chunked(self) -> bool:

@@ -38,16 +38,17 @@ class Block(NamedTuple):
 
 def for_blocks(plan: BackwardPlan, role: Callable[[Block], Any]) -> Any:
     """Calls role(block) -> steps of the CTA after it, for each block of this CTA; returns the number of all steps."""
-    count, order = plan.order.blocks_per_cta, plan.order
-    if count == 1:
+    order = plan.order
+    if not order.persistent:
         return role(_block(plan, order.grid.place(), jnp.int32(0)))
-    first = lax.axis_index(AXIS) * count
-    own = jnp.minimum(count, order.grid.ctas - first) if order.grid.ctas % count else count
+    first, ctas = lax.axis_index(AXIS), order.ctas
+    count = lax.div(order.grid.ctas - 1 - first, jnp.int32(ctas)) + 1
 
     def one(i, done):
-        return role(_block(plan, order.grid.place(first + i), done, i, own - 1 - i, lax.rem(i, jnp.int32(BLOCK_SLOTS))))
+        slot = lax.rem(i, jnp.int32(BLOCK_SLOTS))
+        return role(_block(plan, order.grid.place(first + i * ctas), done, i, count - 1 - i, slot))
 
-    return lax.fori_loop(0, own, one, jnp.int32(0))
+    return lax.fori_loop(0, count, one, jnp.int32(0))
 
 
 def _block(plan, at, done, *among):

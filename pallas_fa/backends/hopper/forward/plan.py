@@ -93,9 +93,14 @@ class ForwardPlan(ForwardCore):
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
 
     @property
+    def ctas(self) -> int:
+        """CTAs of the kernel."""
+        return min(self.grid.ctas, self.config.persistent_ctas or self.grid.ctas)
+
+    @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several query blocks, one after the other."""
-        return self.blocks.pairs > 0
+        return self.blocks.pairs > 0 or self.config.persistent_ctas > 0
 
     @property
     def boxes(self) -> int:
