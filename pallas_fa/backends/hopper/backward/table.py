@@ -37,12 +37,15 @@ class BackwardFacts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Tiles to try, the best first: `tuned` ones, whose `options` have tables of their own, then `others` as they are."""
+    """Tiles to try, the best first: `tuned` ones, whose `options` have tables of their own, then `others` as they are.
+
+    `persistent`: whether the tuned ones are tried with persistent CTAs first, where `PERSISTENT` says so.
+    """
 
     tuned: tuple[BackwardConfig, ...]
     options: Mapping[str, Table]
     others: tuple[BackwardConfig, ...]
-    persistent: Table = Table("backward/persistent-ctas", Row(False))
+    persistent: bool = False
 
 
 _FUSED, _KEYS, _QUERIES = ("dk", "dv", "dq"), ("dk", "dv"), ("dq",)
@@ -79,7 +82,9 @@ STATISTICS_LAST = Table(
 )
 
 # Of the fused pass at H=64. Their second slots for keys and values may not fit beside arrays: then a CTA for each block.
-PERSISTENT = Table("backward/persistent-ctas", Row(True, length=up_to(1024)), Row(False))
+PERSISTENT = Table(
+    "backward/persistent-ctas", Row(True, length=up_to(1024), queries=up_to(1024), group=up_to(7)), Row(False)
+)
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -120,7 +125,7 @@ _CHUNKED = tuple(
 TILES = Table(
     "backward/tiles",
     Row(
-        Choice(_SHORT, {}, _SMALL, PERSISTENT),
+        Choice(_SHORT, {}, _SMALL, persistent=True),
         "backward/persistent-ctas",
         **_H64,
         gives=_FUSED,
@@ -136,7 +141,7 @@ TILES = Table(
             (Choice((), {}, _SPLIT_PAIR[1:]), {}),
         )
     ),
-    Row(Choice(_wide(32), _WIDE_FUSED_OPTIONS, _SMALL, PERSISTENT), **_H64, gives=_FUSED),
+    Row(Choice(_wide(32), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
     Row(_NARROW, **_H128, gives=_KEYS),
@@ -154,7 +159,9 @@ def backward_configs(facts: BackwardFacts, gpu: Gpu) -> tuple[BackwardConfig, ..
     choice = TILES.find(facts)
     options = {name: table.find(facts) for name, table in choice.options.items()}
     tuned = [dataclasses.replace(config, **options) for config in choice.tuned]
-    persistent = [_persistent(config, facts, gpu) for config in tuned] if choice.persistent.find(facts) else []
+    persistent = (
+        [_persistent(config, facts, gpu) for config in tuned] if choice.persistent and PERSISTENT.find(facts) else []
+    )
     return *persistent, *tuned, *choice.others
 
 

@@ -76,6 +76,7 @@ TILES = Table(
         **_H64,
         uniform=True,
         length=up_to(1024),
+        keys=up_to(1024),
     ),
     Row(
         (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
@@ -83,6 +84,7 @@ TILES = Table(
         **_H64,
         visit_table=True,
         length=up_to(1024),
+        keys=up_to(1024),
     ),
     Row(
         (
@@ -109,7 +111,7 @@ TILES = Table(
 PERSISTENT = Table(
     "forward/persistent-ctas",
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
-    Row(True, **_H64, split=False, packed=False, length=up_to(1024)),
+    Row(True, **_H64, split=False, packed=False, length=up_to(1024), keys=up_to(1024)),
     Row(False),
 )
 
