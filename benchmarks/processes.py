@@ -1,5 +1,7 @@
 """One run in several processes: they compile side by side, since Python lowers one kernel at a time, then time in turn."""
 
+import argparse
+import math
 import multiprocessing
 import os
 import sys
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks import progress
+from benchmarks import command, progress
 from benchmarks.rows import Row
 
 # argv, the names of workloads, a function that waits for the turn and returns the end (of time.monotonic) -> rows
@@ -40,6 +42,12 @@ class _Turns:
             self.held = False
 
 
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Among how many the workloads are divided."""
+    told = "divides the workloads among so many processes, which compile side by side (default: %(default)s)"
+    parser.add_argument("--processes", type=command.positive, default=1, metavar="N", help=told)
+
+
 _turns: list[_Turns] = []  # of this process
 
 
@@ -62,7 +70,9 @@ def divide(names: Sequence[str], processes: int) -> list[list[str]]:
     return [list(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def measured(part: Part, argv: Sequence[str], names: Sequence[str], processes: int, end: float) -> Iterator[Row]:
+def measured(
+    part: Part, argv: Sequence[str], names: Sequence[str], processes: int, end: float = math.inf
+) -> Iterator[Row]:
     """The rows of `part` over the workloads `names`, which are dealt to processes, as one run that ends at `end`."""
     if os.environ.get(_PREALLOCATE) != "false":
         raise SystemExit(f"argument --processes: {processes}: they share one GPU's memory: set {_PREALLOCATE}=false.")

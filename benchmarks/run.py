@@ -41,8 +41,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_plot(parser)
     turns.add_turn(parser)
-    told = "divides the workloads among so many processes, which compile side by side (default: %(default)s)"
-    add("--processes", type=command.positive, default=1, help=told)
+    processes.add_processes(parser)
     args = parser.parse_args(argv)
     known = [w.name for w in suites()[args.suite].workloads]
     if unknown := [name for name in args.workloads or () if name not in known]:
