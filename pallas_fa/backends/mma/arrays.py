@@ -25,12 +25,13 @@ def load(copies: Copies, array: KernelArray, gmem: Any, first_row: Any, first_co
         copies.row(gmem.at[pl.ds(first, count)], smem, gmem.shape[0] - first if gmem.shape[0] % count else None)
         return
     rows, columns = smem.shape
-    for start in range(0, rows, ROWS):  # the skewed form has tiles of so many rows
-        place = array.place(pl.ds(first_row + start, ROWS), pl.ds(first_column, columns))
+    at_once = min(rows, ROWS)  # the skewed form has tiles of so many rows
+    for start in range(0, rows, at_once):
+        place = array.place(pl.ds(first_row + start, at_once), pl.ds(first_column, columns))
         limits = (None, None)
         if array.skewed is None:
             limits = (
                 size - at.start if size % step else None
                 for size, at, step in zip(gmem.shape, place, (rows, columns), strict=True)
             )
-        copies.tile(gmem.at[place], smem.at[pl.ds(start, ROWS)], array.piece(columns), *limits)
+        copies.tile(gmem.at[place], smem.at[pl.ds(start, at_once)], array.piece(columns), *limits)

@@ -42,7 +42,11 @@ class Tiles:
             limit = None
         else:
             limit = (self.length if length is None else length) - first
-        copies.tile(self._part(gmem, b, first, rows, head), smem, _WIDTH, limit)
+        self.load_from(copies, self._part(gmem, b, first, rows, head), smem, limit)
+
+    def load_from(self, copies: Copies, gmem: Any, smem: Any, count: Any) -> None:
+        """Starts copying rows from `gmem`, [rows, dim]; those from the one number `count` (None: no such) on are zeros."""
+        copies.tile(gmem, smem, _WIDTH, count)
 
     def store(self, copies: Copies, smem: Any, gmem: Any, b: Any, first: Any, head: Any) -> None:
         """Stores a tile to rows of one head; rows outside are dropped."""

@@ -1,0 +1,241 @@
+"""The body of the kernel for few queries: the online softmax of a query block over its part of the keys.
+
+A CTA is one warpgroup. Its warps split the keys of each key block (`KeyParts`). Keys and values of a step are loaded
+`stages - 1` steps before they are used. At the end the sums of all parts are merged in shared memory.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
+from pallas_fa.backends.gpu.layouts import PER_ROW, TILE
+from pallas_fa.backends.gpu.logits import Place, logits
+from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.gpu.steps import Steps
+from pallas_fa.backends.mma import arrays
+from pallas_fa.backends.mma.cta import Cta
+from pallas_fa.backends.mma.decode.key_parts import ROWS, KeyParts
+from pallas_fa.backends.mma.decode.plan import DecodePlan
+from pallas_fa.backends.mma.matmuls import Mma
+from pallas_fa.masks.lengths import lengths_of
+
+
+class Refs(NamedTuple):
+    """Device memory.
+
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `page_table`: None where keys and values
+    are not in pages.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    arrays: tuple[Any, ...]
+    visit_table: Any
+    page_table: Any
+    out: Any
+    lse: Any
+
+
+class Decode:
+    """What a CTA does for one query block and one part of its keys."""
+
+    def __init__(self, plan: DecodePlan, gmem: Refs, scratch: dict[str, Any]):
+        self.plan, self.gmem, self.scratch = plan, gmem, scratch
+        self.cta = Cta(1, scratch, plan.interpret)
+        self.mma = Mma(plan.problem.dtype, plan.interpret)
+        self.parts = KeyParts(plan.config.rows, self.mma)
+        at, splits = plan.grid.place(), plan.config.kv_splits
+        self.b, self.n = at.b, at.head
+        self.kv_head = lax.div(at.head, jnp.int32(plan.problem.group))
+        self.block, self.split = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
+        self.t0 = self.block * plan.config.rows
+        self.scalars = self._scalars()
+        self.steps = self._steps()
+
+    def run(self) -> None:
+        """Computes the results of the query block and stores them."""
+        plan, steps, ahead = self.plan, self.steps, self.plan.config.stages - 1
+        self._load_queries()
+        start = lax.mul(lax.axis_index(AXIS), jnp.int32(0))  # Pallas refuses a static tile that reaches past the end
+        for i in range(ahead):
+            pl.when(i < steps.end)(lambda i=i: self._load(start + i, self._pages(start + i)))
+            if i + 1 < ahead:
+                self.cta.copies.commit()
+        carry = (
+            self.mma.accumulator(ROWS, plan.tiles.v.padded_dim),
+            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), PER_ROW),
+            self.mma.zeros(ROWS, SUM_COLUMNS),
+            self._pages(ahead),
+        )
+        boundary_step, full_step = (functools.partial(self._step, is_boundary=flag) for flag in (True, False))
+        full_end = steps.end if steps.full_end is None else steps.full_end
+        if not steps.starts_full:
+            carry = lax.fori_loop(0, steps.boundary_end, boundary_step, carry)
+        carry = lax.fori_loop(steps.boundary_end, full_end, full_step, carry)
+        if steps.full_end is not None:
+            carry = lax.fori_loop(steps.full_end, steps.end, boundary_step, carry)
+        self._finish(*carry[:3])
+
+    def _step(self, i, carry, is_boundary):
+        acc, m, l, pages = carry
+        plan, scratch, i = self.plan, self.scratch, jnp.asarray(i, jnp.int32)
+        slot, stages = self._slot(i), plan.config.stages
+        self.cta.wait_for_copies(under_way=stages - 2)
+        later = i + (stages - 1)
+        pl.when(later < self.steps.end)(lambda: self._load(later, pages))
+        pages = self._pages(later + 1)  # now, so that the next step need not wait for the table
+        x = self.parts.inner_products(scratch["q_smem"], self._keys.at[slot])
+        at = Place(self.b, self.n, self.t0, self._first_key(i), queries=plan.config.rows)
+        x, self.factor = logits(plan, x, at, is_boundary, lambda: self._arrays(x.shape, slot))
+        l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
+        if of_max:
+            m, rescale = of_max
+            acc = self.mma.times_rows(acc, rescale)
+        return self.parts.plus_product(acc, p, scratch["v_smem"].at[slot]), m, l, pages
+
+    def _finish(self, acc, m, l):
+        plan, gmem, rows = self.plan, self.gmem, self.plan.config.rows
+        unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
+        factor, lse = self._merged(m, l.sum(axis=1), unit)
+        self._out_smem[...] = self.mma.accumulated(self.mma.times_rows(acc, factor))
+        place = self.b * plan.config.kv_splits + self.split, self.n, self.block
+        gmem.lse[place] = lse
+        self.cta.meet()
+        layout = plgpu.Layout.WG_STRIDED((rows, self._out_smem.shape[1]), vec_size=2)
+        parts = [plgpu.load(self._out_smem.at[pl.ds(i, rows)], layout=layout) for i in range(0, ROWS, rows)]
+        gmem.out[place] = functools.reduce(jnp.add, parts).astype(plan.out_dtype)
+
+    def _merged(self, m, total, unit):
+        """Returns (the factor of the sums of P V, lse) of each row, for statistics of all parts."""
+        smem = self.scratch["statistics_smem"]
+        top = self._over_parts(jnp.maximum, m, smem.at[0])
+        finite = jnp.where(top == -jnp.inf, 0.0, top)
+        weight = jnp.exp2((m - finite) * (unit * LOG2E))
+        total = self._over_parts(jnp.add, total * weight, smem.at[1])
+        empty = total == 0
+        factor = jnp.where(empty, 0.0, weight / jnp.where(empty, 1.0, total))
+        return factor, jnp.where(empty, -jnp.inf, finite * unit + jnp.log(jnp.where(empty, 1.0, total)))
+
+    def _over_parts(self, combine, x, smem):
+        for i in range(2):
+            smem[pl.ds(i * ROWS, ROWS)] = x
+        self.cta.meet()  # the first time this is also after the last keys were read
+        return self.parts.merged(combine, x, smem)
+
+    @property
+    def _keys(self):
+        return self.scratch["k_smem"] if self.plan.interpret else self.scratch["k_smem"][0]
+
+    @property
+    def _out_smem(self):
+        return self.scratch["out_smem"] if self.plan.interpret else self.scratch["k_smem"][1]
+
+    def _slot(self, i):
+        return lax.rem(jnp.asarray(i, jnp.int32), jnp.int32(self.plan.config.stages))
+
+    def _steps(self):
+        plan, table, c = self.plan, self.gmem.visit_table, self.plan.config
+        dims, mask = plan.problem.dims, plan.problem.mask
+        everything = (0, dims.S)
+        if plan.visit_table:
+            visits = schedule.in_table(table, self.b, self.n, self.block)
+        elif mask is None:
+            visits = schedule.visits(everything, everything, dims.S, c.block_kv)
+        else:
+            queries = self.t0, jnp.minimum(self.t0 + c.rows, dims.T)
+            visits = schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, c.block_kv)
+        if c.kv_splits > 1:
+            visits = schedule.part_of(visits, self.split, c.kv_splits, plan.kv_blocks)
+        return Steps.of(visits)
+
+    def _first_key(self, i):
+        return self.steps.key_block(i) * self.plan.config.block_kv
+
+    def _load_queries(self):
+        plan, copies, rows = self.plan, self.cta.copies, self.plan.config.rows
+        for start in range(0, ROWS, rows):
+            smem = self.scratch["q_smem"].at[pl.ds(start, rows)]
+            plan.tiles.q.load(copies, self.gmem.q, self.b, self.t0, self.n, smem)
+            for a in plan.arrays.of_kind("column"):
+                self._load_array(a, 0, self.scratch[f"array{a}_smem"].at[pl.ds(start, rows)])
+
+    def _load(self, i, pages):
+        """Starts loading keys, values and arrays of step i. `pages`: `_pages(i)`."""
+        plan, s0, slot = self.plan, self._first_key(i), self._slot(i)
+        length = self._key_length()
+        for name, smem in (("k", self._keys), ("v", self.scratch["v_smem"])):
+            for key in range(0, plan.config.block_kv, plan.box):
+                part, row = divmod(key, plan.keys_of_part)
+                target = smem.at[slot, part, pl.ds(row, plan.box)]
+                self._load_box(name, s0 + key, pages[key // plan.box % len(pages)] if pages else None, target, length)
+        for a in plan.arrays.streamed:
+            smem = self.scratch[f"array{a}_smem"].at[slot]
+            if plan.arrays[a].kind == "row":
+                self._load_array(a, s0, smem)
+                continue
+            for part in range(self.parts.count):
+                rows = pl.ds(part * plan.config.rows, plan.config.rows)
+                self._load_array(a, s0 + part * plan.keys_of_part, smem.at[rows])
+
+    def _load_box(self, name, first, page, smem, length):
+        plan, gmem, tiles = self.plan, getattr(self.gmem, name), getattr(self.plan.tiles, name)
+        pages = plan.problem.pages
+        if pages is None:
+            tiles.load(self.cta.copies, gmem, self.b, first, self.kv_head, smem, length)
+            return
+        head = self.kv_head if pages.interleaved is None else 2 * self.kv_head + (name == "v")
+        rows = pl.ds(lax.rem(first, jnp.int32(pages.size)), plan.box)
+        place = (page, rows, head) if pages.layout == "PSKH" else (head, page, rows)
+        tiles.load_from(self.cta.copies, gmem.at[place], smem, length - first)
+
+    def _pages(self, i):
+        """Returns the numbers of the pages of step i: of each box, or one where the key block lies in one page."""
+        pages = self.plan.problem.pages
+        if pages is None:
+            return ()
+        block_kv, last = self.plan.config.block_kv, pages.table.shape[1] - 1
+        step = block_kv if pages.size % block_kv == 0 else self.plan.box
+        first = self._first_key(jnp.asarray(i, jnp.int32))
+        entries = [lax.div(first + key, jnp.int32(pages.size)) for key in range(0, block_kv, step)]
+        numbers = (self.gmem.page_table[self.b, jnp.clip(entry, 0, last)] for entry in entries)
+        return tuple(jnp.clip(number, 0, pages.count - 1) for number in numbers)
+
+    def _key_length(self):
+        """Past it are zeros in shared memory, and whatever the caller left there in device memory; None: the end."""
+        plan, S = self.plan, self.plan.problem.dims.S
+        if plan.zeroes_padding:
+            _, mask = plan.arrays.with_scalars(self.scalars)
+            return jnp.minimum(lengths_of(mask).kv_lengths, S)
+        return S if plan.has_padding_keys else None
+
+    def _load_array(self, a, s0, smem):
+        array, gmem = self.plan.arrays[a], self.gmem.arrays[a]
+        arrays.load(self.cta.copies, array, gmem.at[array.index(self.b, self.n)], self.t0, s0, smem)
+
+    def _scalars(self):
+        of = self.plan.arrays
+        value = lambda a: of[a].restore(self.gmem.arrays[a][of[a].index(self.b, self.n)])
+        return {a: value(a) for a in of.of_kind("scalar")}
+
+    def _arrays(self, shape, slot):
+        """(score, mask) with their arrays for a step."""
+        plan = self.plan
+
+        def loaded(a):
+            array = plan.arrays[a]
+            if array.kind == "scalar":
+                return self.scalars[a]
+            smem = self.scratch[f"array{a}_smem"]
+            if array.kind == "row":
+                return self.parts.row_array(array, smem.at[slot], shape)
+            return array.load(smem if array.kind == "column" else smem.at[slot], shape, TILE)
+
+        return plan.arrays.unflatten([loaded(a) for a in range(len(plan.arrays))])
