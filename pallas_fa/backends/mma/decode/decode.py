@@ -15,6 +15,7 @@ from pallas_fa.backends.mma.decode.choose import choose
 from pallas_fa.backends.mma.decode.kernel import Decode, Refs
 from pallas_fa.backends.mma.decode.key_parts import ROWS
 from pallas_fa.backends.mma.decode.plan import DecodePlan
+from pallas_fa.backends.mma.decode.scratch import by_name
 from pallas_fa.backends.mma.decode.scratch import scratch as scratch_of
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
@@ -38,7 +39,7 @@ def run(plan: DecodePlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         k, v = k.pages, v.pages
 
     def flash_attention_decode(*refs, **scratch):  # the name that profilers show
-        Decode(plan, _named(plan, refs), scratch).run()
+        Decode(plan, _named(plan, refs), by_name(plan, scratch)).run()
 
     lead = dims.B * plan.config.kv_splits, dims.N, plan.query_blocks
     out, lse = launch(

@@ -18,6 +18,7 @@ from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
 from pallas_fa.backends.gpu.layouts import PER_ROW, TILE
 from pallas_fa.backends.gpu.logits import Place, logits
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.gpu.page_numbers import page_numbers
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.mma import arrays
 from pallas_fa.backends.mma.cta import Cta
@@ -92,7 +93,7 @@ class Decode:
         later = i + (stages - 1)
         pl.when(later < self.steps.end)(lambda: self._load(later, pages))
         pages = self._pages(later + 1)  # now, so that the next step need not wait for the table
-        x = self.parts.inner_products(scratch["q_smem"], self._keys.at[slot])
+        x = self.parts.inner_products(scratch["q_smem"], scratch["k_smem"].at[slot])
         at = Place(self.b, self.n, self.t0, self._first_key(i), queries=plan.config.rows)
         x, self.factor = logits(plan, x, at, is_boundary, lambda: self._arrays(x.shape, slot))
         l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
@@ -102,15 +103,16 @@ class Decode:
         return self.parts.plus_product(acc, p, scratch["v_smem"].at[slot]), m, l, pages
 
     def _finish(self, acc, m, l):
-        plan, gmem, rows = self.plan, self.gmem, self.plan.config.rows
+        plan, gmem, rows, out_smem = self.plan, self.gmem, self.plan.config.rows, self.scratch["out_smem"]
+        self.cta.meet()  # the keys and values of the last step are read
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
         factor, lse = self._merged(m, l.sum(axis=1), unit)
-        self._out_smem[...] = self.mma.accumulated(self.mma.times_rows(acc, factor))
+        out_smem[...] = self.mma.accumulated(self.mma.times_rows(acc, factor))
         place = self.b * plan.config.kv_splits + self.split, self.n, self.block
         gmem.lse[place] = lse
         self.cta.meet()
-        layout = plgpu.Layout.WG_STRIDED((rows, self._out_smem.shape[1]), vec_size=2)
-        parts = [plgpu.load(self._out_smem.at[pl.ds(i, rows)], layout=layout) for i in range(0, ROWS, rows)]
+        layout = plgpu.Layout.WG_STRIDED((rows, out_smem.shape[1]), vec_size=2)
+        parts = [plgpu.load(out_smem.at[pl.ds(i, rows)], layout=layout) for i in range(0, ROWS, rows)]
         gmem.out[place] = functools.reduce(jnp.add, parts).astype(plan.out_dtype)
 
     def _merged(self, m, total, unit):
@@ -127,16 +129,8 @@ class Decode:
     def _over_parts(self, combine, x, smem):
         for i in range(2):
             smem[pl.ds(i * ROWS, ROWS)] = x
-        self.cta.meet()  # the first time this is also after the last keys were read
+        self.cta.meet()
         return self.parts.merged(combine, x, smem)
-
-    @property
-    def _keys(self):
-        return self.scratch["k_smem"] if self.plan.interpret else self.scratch["k_smem"][0]
-
-    @property
-    def _out_smem(self):
-        return self.scratch["out_smem"] if self.plan.interpret else self.scratch["k_smem"][1]
 
     def _slot(self, i):
         return lax.rem(jnp.asarray(i, jnp.int32), jnp.int32(self.plan.config.stages))
@@ -171,10 +165,10 @@ class Decode:
         """Starts loading keys, values and arrays of step i. `pages`: `_pages(i)`."""
         plan, s0, slot = self.plan, self._first_key(i), self._slot(i)
         length = self._key_length()
-        for name, smem in (("k", self._keys), ("v", self.scratch["v_smem"])):
+        for name in ("k", "v"):
             for key in range(0, plan.config.block_kv, plan.box):
                 part, row = divmod(key, plan.keys_of_part)
-                target = smem.at[slot, part, pl.ds(row, plan.box)]
+                target = self.scratch[f"{name}_smem"].at[slot, part, pl.ds(row, plan.box)]
                 self._load_box(name, s0 + key, pages[key // plan.box % len(pages)] if pages else None, target, length)
         for a in plan.arrays.streamed:
             smem = self.scratch[f"array{a}_smem"].at[slot]
@@ -201,12 +195,10 @@ class Decode:
         pages = self.plan.problem.pages
         if pages is None:
             return ()
-        block_kv, last = self.plan.config.block_kv, pages.table.shape[1] - 1
-        step = block_kv if pages.size % block_kv == 0 else self.plan.box
-        first = self._first_key(jnp.asarray(i, jnp.int32))
-        entries = [lax.div(first + key, jnp.int32(pages.size)) for key in range(0, block_kv, step)]
-        numbers = (self.gmem.page_table[self.b, jnp.clip(entry, 0, last)] for entry in entries)
-        return tuple(jnp.clip(number, 0, pages.count - 1) for number in numbers)
+        block_kv = self.plan.config.block_kv
+        box = block_kv if pages.size % block_kv == 0 else self.plan.box
+        first = jnp.maximum(self._first_key(jnp.asarray(i, jnp.int32)), 0)  # past the last step
+        return tuple(page_numbers(pages, self.gmem.page_table, self.b, first, block_kv, box))
 
     def _key_length(self):
         """Past it are zeros in shared memory, and whatever the caller left there in device memory; None: the end."""
