@@ -82,7 +82,7 @@ def test_some_tiles_fit_every_gpu(capability, memory, H, heads):
     from pallas_fa.backends.mma.decode.scratch import on_gpu
 
     gpu = Gpu(capability, 100, memory * 1024)
-    q, k, v = of_hopper.inputs(1, N=heads, K=1, H=H)
+    q, k, v = of_hopper.inputs(1, N=heads, K=1, H=H, Hv=H)
     plan = choose(normalise(q, k, v)[0], gpu)
     assert fits(on_gpu(plan), gpu)
     assert plan.config.rows >= min(heads, 64)

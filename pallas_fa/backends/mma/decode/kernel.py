@@ -107,13 +107,19 @@ class Decode:
         self.cta.meet()  # the keys and values of the last step are read
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
         factor, lse = self._merged(m, l.sum(axis=1), unit)
-        out_smem[...] = self.mma.accumulated(self.mma.times_rows(acc, factor))
         place = self.b * plan.config.kv_splits + self.split, self.n, self.block
         gmem.lse[place] = lse
-        self.cta.meet()
-        layout = plgpu.Layout.WG_STRIDED((rows, out_smem.shape[1]), vec_size=2)
-        parts = [plgpu.load(out_smem.at[pl.ds(i, rows)], layout=layout) for i in range(0, ROWS, rows)]
-        gmem.out[place] = functools.reduce(jnp.add, parts).astype(plan.out_dtype)
+        out = self.mma.accumulated(self.mma.times_rows(acc, factor))
+        columns = out_smem.shape[1]
+        layout = plgpu.Layout.WG_STRIDED((rows, columns), vec_size=2)
+        for start in range(0, out.shape[1], columns):
+            if start:
+                self.cta.meet()  # the columns before are read
+            out_smem[...] = out[:, start : start + columns]
+            self.cta.meet()
+            parts = [plgpu.load(out_smem.at[pl.ds(i, rows)], layout=layout) for i in range(0, ROWS, rows)]
+            stored = gmem.out.at[(*place, slice(None), pl.ds(start, columns))]
+            stored[...] = functools.reduce(jnp.add, parts).astype(plan.out_dtype)
 
     def _merged(self, m, total, unit):
         """Returns (the factor of the sums of P V, lse) of each row, for statistics of all parts."""

@@ -1,5 +1,6 @@
 """Shared memory of the kernel for few queries."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,8 +30,8 @@ def scratch(plan: DecodePlan) -> dict[str, Any]:
 def on_gpu(plan: DecodePlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too.
 
-    `statistics_smem`: maxima and row sums of all parts, each twice. `out_smem`: the outputs of all parts. Both are needed
-    when no step is left, and take the place of values and keys, except in the interpreter, which has no unions.
+    `statistics_smem`: maxima and row sums of all parts, each twice. `out_smem`: columns of the outputs of all parts. Both
+    are needed when no step is left, and take the place of values and keys, except in the interpreter, which has no unions.
     """
     c, tiles = plan.config, plan.tiles
     lead = c.stages, ROWS // c.rows
@@ -40,7 +41,7 @@ def on_gpu(plan: DecodePlan) -> dict[str, Any]:
         "v_smem": tiles.v.scratch(*lead, rows=plan.keys_of_part),
     }
     at_the_end = {
-        "k_smem": plgpu.SMEM((ROWS, tiles.v.padded_dim), jnp.float32),
+        "k_smem": plgpu.SMEM((ROWS, math.gcd(tiles.v.padded_dim, 128)), jnp.float32),
         "v_smem": plgpu.SMEM((2, 2 * ROWS), jnp.float32),
     }
     if plan.interpret:
