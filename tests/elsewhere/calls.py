@@ -1,4 +1,7 @@
-"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too."""
+"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too.
+
+Those for few queries are compiled with lengths; the best ones for keys in pages, too, which `Call.causal` says.
+"""
 
 import dataclasses
 import functools
@@ -104,16 +107,18 @@ def _mma_decode(gpu, head_dim, in_pages):
     tried = set()
     for rows in (16, 32, 64):
         q, k = (jax.ShapeDtypeStruct((B, *x, head_dim), jnp.bfloat16) for x in ((1, rows), (T, 1)))
-        lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-        for tiles in decode_configs(DecodeFacts(rows, head_dim, gpu.shared_memory // 1024))[: 1 if in_pages else None]:
-            if tiles in tried:
+        args = q, k, k, jax.ShapeDtypeStruct((B,), jnp.int32)
+        for tiles in decode_configs(DecodeFacts(rows, head_dim, gpu.shared_memory // 1024)):
+            tiles = dataclasses.replace(tiles, kv_splits=2)
+            problem = grouped_rows.of_problem(_few_queries(tiles, in_pages, *args, shapes=True)[0])
+            if tiles in tried or not fits(mma_decode_scratch(DecodePlan(problem, tiles)), gpu):
                 continue
             tried.add(tiles)
-            tiles = dataclasses.replace(tiles, kv_splits=2)
-            run = functools.partial(_mma_decoded, gpu, tiles, in_pages)
-            problem = _few_queries(tiles, in_pages, q, k, k, lengths, shapes=True)[0]
-            if fits(mma_decode_scratch(DecodePlan(grouped_rows.of_problem(problem), tiles)), gpu):
-                yield Call("mma decode", head_dim, tiles, in_pages, run, (q, k, k, lengths))
+            yield Call(
+                "mma decode", head_dim, tiles, in_pages, functools.partial(_mma_decoded, gpu, tiles, in_pages), args
+            )
+            if in_pages:
+                break
 
 
 def _mma_decoded(gpu, tiles, in_pages, *args):
