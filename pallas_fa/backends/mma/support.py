@@ -41,7 +41,7 @@ def _why_no_forward(problem, gpu):
         return "values that lie in the keys; its kernels read them from arrays of their own"
     return (
         _config_reason(problem)
-        or _pages_reason(problem, gpu)
+        or _pages_reason(problem)
         or why_not_functions(problem)
         or _rows_reason(problem)
         or _arrays_reason(problem, gpu)
@@ -58,11 +58,11 @@ def _remark(problem, kernels, gpu):
     return "; ".join(filter(None, remarks)) or None
 
 
-def _pages_reason(problem, gpu):
+def _pages_reason(problem):
     if problem.pages is None:
         return None
     from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
-    from pallas_fa.backends.mma.decode.choose import applies, choose
+    from pallas_fa.backends.mma.decode.choose import applies
 
     if problem.dims.T > MOST_QUERIES:
         return f"T={problem.dims.T} queries and keys in pages; it takes at most {MOST_QUERIES} then"
@@ -70,10 +70,8 @@ def _pages_reason(problem, gpu):
         return "a block mask and keys in pages"
     if not applies(problem):
         return f"config={problem.config!r} and keys in pages; its kernel for them takes DecodeConfig"
-    size, keys = problem.pages.size, choose(problem, gpu).keys_of_part
-    if size % 16 == 0 and (keys % size == 0 or size % keys == 0):
-        return None
-    return f"pages of {size} rows; it loads pages of a multiple of 16"
+    size = problem.pages.size
+    return f"pages of {size} rows; it loads pages of a multiple of 8" if size % 8 else None
 
 
 def _rows_reason(problem):

@@ -49,7 +49,7 @@ def run(plan: DecodePlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         v,
         *arrays,
         out_type=(
-            jax.ShapeDtypeStruct((*lead, plan.config.rows, plan.tiles.v.padded_dim), plan.out_dtype),
+            jax.ShapeDtypeStruct((*lead, plan.stored_rows, plan.tiles.v.padded_dim), plan.out_dtype),
             jax.ShapeDtypeStruct((*lead, ROWS), jnp.float32),
         ),
         ctas=plan.grid.ctas,

@@ -5,6 +5,7 @@ A CTA is one warpgroup. Its warps split the keys of each key block (`KeyParts`).
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -110,16 +111,16 @@ class Decode:
         place = self.b * plan.config.kv_splits + self.split, self.n, self.block
         gmem.lse[place] = lse
         out = self.mma.accumulated(self.mma.times_rows(acc, factor))
-        columns = out_smem.shape[1]
-        layout = plgpu.Layout.WG_STRIDED((rows, columns), vec_size=2)
+        stored, columns = plan.stored_rows, plan.out_columns
+        layout = plgpu.Layout.WG_STRIDED((stored, columns), vec_size=math.gcd(stored * columns // 128, 2))
         for start in range(0, out.shape[1], columns):
             if start:
                 self.cta.meet()  # the columns before are read
             out_smem[...] = out[:, start : start + columns]
             self.cta.meet()
-            parts = [plgpu.load(out_smem.at[pl.ds(i, rows)], layout=layout) for i in range(0, ROWS, rows)]
-            stored = gmem.out.at[(*place, slice(None), pl.ds(start, columns))]
-            stored[...] = functools.reduce(jnp.add, parts).astype(plan.out_dtype)
+            parts = [plgpu.load(out_smem.at[pl.ds(i, stored)], layout=layout) for i in range(0, ROWS, rows)]
+            target = gmem.out.at[(*place, slice(None), pl.ds(start, columns))]
+            target[...] = functools.reduce(jnp.add, parts).astype(plan.out_dtype)
 
     def _merged(self, m, total, unit):
         """Returns (the factor of the sums of P V, lse) of each row, for statistics of all parts."""

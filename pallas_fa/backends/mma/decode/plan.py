@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
@@ -57,9 +58,20 @@ class DecodePlan(ForwardCore):
 
     @property
     def box(self) -> int:
-        """Keys that are copied at once: those of a part, or of a page where that is shorter."""
+        """Keys that are copied at once: those of a part, or as many as divide both these and a page."""
         pages = self.problem.pages
-        return self.keys_of_part if pages is None else min(self.keys_of_part, pages.size)
+        return self.keys_of_part if pages is None else math.gcd(self.keys_of_part, pages.size)
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the output that are merged and stored at once."""
+        return math.gcd(self.tiles.v.padded_dim, 128)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of the output of a query block: those that there are, where that is one block and 128 threads share them."""
+        T, rows = self.problem.dims.T, self.config.rows
+        return T if T < rows and T * self.out_columns % 128 == 0 else rows
 
     @property
     def out_dtype(self) -> np.dtype:

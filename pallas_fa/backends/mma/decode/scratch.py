@@ -1,6 +1,5 @@
 """Shared memory of the kernel for few queries."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ def on_gpu(plan: DecodePlan) -> dict[str, Any]:
         "v_smem": tiles.v.scratch(*lead, rows=plan.keys_of_part),
     }
     at_the_end = {
-        "k_smem": plgpu.SMEM((ROWS, math.gcd(tiles.v.padded_dim, 128)), jnp.float32),
+        "k_smem": plgpu.SMEM((ROWS, plan.out_columns), jnp.float32),
         "v_smem": plgpu.SMEM((2, 2 * ROWS), jnp.float32),
     }
     if plan.interpret:
