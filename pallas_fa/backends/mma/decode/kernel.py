@@ -16,17 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
-from pallas_fa.backends.gpu.layouts import PER_ROW, TILE
+from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.logits import Place, logits
-from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.gpu.online_softmax import online_softmax
 from pallas_fa.backends.gpu.page_numbers import page_numbers
 from pallas_fa.backends.gpu.steps import Steps
-from pallas_fa.backends.mma import arrays
 from pallas_fa.backends.mma.cta import Cta
 from pallas_fa.backends.mma.decode.key_parts import ROWS, KeyParts
 from pallas_fa.backends.mma.decode.plan import DecodePlan
-from pallas_fa.backends.mma.matmuls import Mma
-from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.backends.mma.query_block import QueryBlock
 
 
 class Refs(NamedTuple):
@@ -46,45 +44,30 @@ class Refs(NamedTuple):
     lse: Any
 
 
-class Decode:
+class Decode(QueryBlock):
     """What a CTA does for one query block and one part of its keys."""
 
     def __init__(self, plan: DecodePlan, gmem: Refs, scratch: dict[str, Any]):
-        self.plan, self.gmem, self.scratch = plan, gmem, scratch
-        self.cta = Cta(1, scratch, plan.interpret)
-        self.mma = Mma(plan.problem.dtype, plan.interpret)
-        self.parts = KeyParts(plan.config.rows, self.mma)
         at, splits = plan.grid.place(), plan.config.kv_splits
-        self.b, self.n = at.b, at.head
-        self.kv_head = lax.div(at.head, jnp.int32(plan.problem.group))
-        self.block, self.split = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
-        self.t0 = self.block * plan.config.rows
-        self.scalars = self._scalars()
-        self.steps = self._steps()
+        number, self.split = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
+        super().__init__(plan, gmem, scratch, Cta(1, scratch, plan.interpret), at, number)
+        self.parts = KeyParts(plan.config.rows, self.mma)
+        visits = self.visits()
+        if splits > 1:
+            visits = schedule.part_of(visits, self.split, splits, plan.kv_blocks)
+        self.steps = Steps.of(visits)
 
     def run(self) -> None:
         """Computes the results of the query block and stores them."""
-        plan, steps, ahead = self.plan, self.steps, self.plan.config.stages - 1
+        ahead = self.plan.config.stages - 1
         self._load_queries()
         start = lax.mul(lax.axis_index(AXIS), jnp.int32(0))  # Pallas refuses a static tile that reaches past the end
         for i in range(ahead):
-            pl.when(i < steps.end)(lambda i=i: self._load(start + i, self._pages(start + i)))
+            pl.when(i < self.steps.end)(lambda i=i: self._load(start + i, self._pages(start + i)))
             if i + 1 < ahead:
                 self.cta.copies.commit()
-        carry = (
-            self.mma.accumulator(ROWS, plan.tiles.v.padded_dim),
-            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), PER_ROW),
-            self.mma.zeros(ROWS, SUM_COLUMNS),
-            self._pages(ahead),
-        )
-        boundary_step, full_step = (functools.partial(self._step, is_boundary=flag) for flag in (True, False))
-        full_end = steps.end if steps.full_end is None else steps.full_end
-        if not steps.starts_full:
-            carry = lax.fori_loop(0, steps.boundary_end, boundary_step, carry)
-        carry = lax.fori_loop(steps.boundary_end, full_end, full_step, carry)
-        if steps.full_end is not None:
-            carry = lax.fori_loop(steps.full_end, steps.end, boundary_step, carry)
-        self._finish(*carry[:3])
+        acc, m, l, _ = self.steps.loop(self._step, (*self.nothing_yet(ROWS), self._pages(ahead)))
+        self._finish(acc, m, l)
 
     def _step(self, i, carry, is_boundary):
         acc, m, l, pages = carry
@@ -95,7 +78,7 @@ class Decode:
         pl.when(later < self.steps.end)(lambda: self._load(later, pages))
         pages = self._pages(later + 1)  # now, so that the next step need not wait for the table
         x = self.parts.inner_products(scratch["q_smem"], scratch["k_smem"].at[slot])
-        at = Place(self.b, self.n, self.t0, self._first_key(i), queries=plan.config.rows)
+        at = Place(self.b, self.n, self.t0, self.first_key(i), queries=plan.config.rows)
         x, self.factor = logits(plan, x, at, is_boundary, lambda: self._arrays(x.shape, slot))
         l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
         if of_max:
@@ -142,36 +125,20 @@ class Decode:
     def _slot(self, i):
         return lax.rem(jnp.asarray(i, jnp.int32), jnp.int32(self.plan.config.stages))
 
-    def _steps(self):
-        plan, table, c = self.plan, self.gmem.visit_table, self.plan.config
-        dims, mask = plan.problem.dims, plan.problem.mask
-        everything = (0, dims.S)
-        if plan.visit_table:
-            visits = schedule.in_table(table, self.b, self.n, self.block)
-        elif mask is None:
-            visits = schedule.visits(everything, everything, dims.S, c.block_kv)
-        else:
-            queries = self.t0, jnp.minimum(self.t0 + c.rows, dims.T)
-            visits = schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, c.block_kv)
-        if c.kv_splits > 1:
-            visits = schedule.part_of(visits, self.split, c.kv_splits, plan.kv_blocks)
-        return Steps.of(visits)
-
-    def _first_key(self, i):
-        return self.steps.key_block(i) * self.plan.config.block_kv
-
     def _load_queries(self):
         plan, copies, rows = self.plan, self.cta.copies, self.plan.config.rows
         for start in range(0, ROWS, rows):
             smem = self.scratch["q_smem"].at[pl.ds(start, rows)]
             plan.tiles.q.load(copies, self.gmem.q, self.b, self.t0, self.n, smem)
             for a in plan.arrays.of_kind("column"):
-                self._load_array(a, 0, self.scratch[f"array{a}_smem"].at[pl.ds(start, rows)])
+                self.load_array(a, 0, self.scratch[f"array{a}_smem"].at[pl.ds(start, rows)])
 
     def _load(self, i, pages):
         """Starts loading keys, values and arrays of step i. `pages`: `_pages(i)`."""
-        plan, s0, slot = self.plan, self._first_key(i), self._slot(i)
-        length = self._key_length()
+        plan, s0, slot = self.plan, self.first_key(i), self._slot(i)
+        length = self.key_length()
+        if length is None and plan.has_padding_keys:
+            length = plan.problem.dims.S
         for name in ("k", "v"):
             for key in range(0, plan.config.block_kv, plan.box):
                 part, row = divmod(key, plan.keys_of_part)
@@ -180,11 +147,11 @@ class Decode:
         for a in plan.arrays.streamed:
             smem = self.scratch[f"array{a}_smem"].at[slot]
             if plan.arrays[a].kind == "row":
-                self._load_array(a, s0, smem)
+                self.load_array(a, s0, smem)
                 continue
             for part in range(self.parts.count):
                 rows = pl.ds(part * plan.config.rows, plan.config.rows)
-                self._load_array(a, s0 + part * plan.keys_of_part, smem.at[rows])
+                self.load_array(a, s0 + part * plan.keys_of_part, smem.at[rows])
 
     def _load_box(self, name, first, page, smem, length):
         plan, gmem, tiles = self.plan, getattr(self.gmem, name), getattr(self.plan.tiles, name)
@@ -204,25 +171,8 @@ class Decode:
             return ()
         block_kv = self.plan.config.block_kv
         box = block_kv if pages.size % block_kv == 0 else self.plan.box
-        first = jnp.maximum(self._first_key(jnp.asarray(i, jnp.int32)), 0)  # past the last step
+        first = jnp.maximum(self.first_key(jnp.asarray(i, jnp.int32)), 0)  # past the last step
         return tuple(page_numbers(pages, self.gmem.page_table, self.b, first, block_kv, box))
-
-    def _key_length(self):
-        """Past it are zeros in shared memory, and whatever the caller left there in device memory; None: the end."""
-        plan, S = self.plan, self.plan.problem.dims.S
-        if plan.zeroes_padding:
-            _, mask = plan.arrays.with_scalars(self.scalars)
-            return jnp.minimum(lengths_of(mask).kv_lengths, S)
-        return S if plan.has_padding_keys else None
-
-    def _load_array(self, a, s0, smem):
-        array, gmem = self.plan.arrays[a], self.gmem.arrays[a]
-        arrays.load(self.cta.copies, array, gmem.at[array.index(self.b, self.n)], self.t0, s0, smem)
-
-    def _scalars(self):
-        of = self.plan.arrays
-        value = lambda a: of[a].restore(self.gmem.arrays[a][of[a].index(self.b, self.n)])
-        return {a: value(a) for a in of.of_kind("scalar")}
 
     def _arrays(self, shape, slot):
         """(score, mask) with their arrays for a step."""
