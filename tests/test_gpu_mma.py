@@ -47,6 +47,11 @@ def test_every_form_of_tiles_for_few_queries_is_accurate(tiles, mask, score, che
     check(Case(7, 517, mask, score, "bfloat16", N=4, K=2), "mma", gradients=False, config=Config(decode=tiles))
 
 
+@pytest.mark.parametrize("H, Hv", [(256, 256), (72, 40), (128, 192), (100, 59)])
+def test_few_queries_of_any_head_dims_are_accurate(H, Hv, check):
+    check(Case(5, 517, "bottom_right", "soft_cap", "float16", N=8, K=2, H=H, Hv=Hv), "mma", gradients=False)
+
+
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("name", test_paged_attention.CALLS)
 def test_keys_in_pages_are_those_of_one_piece(name, H, rng):

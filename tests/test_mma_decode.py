@@ -1,5 +1,6 @@
 """Few queries by mma.sync: the kernel interpreted, for keys in one piece and in pages, and what it refuses."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pallas_fa.backends.mma.decode.decode import decode
 from pallas_fa.problem import normalise
 from tests import test_decode as of_hopper
 from tests import test_paged_attention as paged
+from tests.lowering import kernels
 from tests.test_kernel_interpreted import interpreted
 
 # Each query of up to 16, 32, 64 in four, two, one part of a key block; None: those of the table, with keys in parts.
@@ -75,6 +77,17 @@ def test_padding_may_hold_nan():
     of = lambda k, v: interpreted(*normalise(q, k, v, **common), decode)[0]
     for x, y in zip(of(*padded), of(k, v), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_lowers():
+    """With arrays of every kind of shape, and in pages of rows that are fewer than those of a part."""
+    shape = jax.ShapeDtypeStruct
+    q, k, v = (shape(x.shape, x.dtype) for x in of_hopper.inputs(2, H=128, Hv=256))
+    call = lambda *x: pallas_fa.dot_product_attention(*x, implementation="mma", **of_hopper.CALLS["by head"][1])
+    assert kernels(call, q, k, v) == 1
+    pages = shape((40, 40, 2, 128), jnp.bfloat16)
+    call = lambda *x: pallas_fa.paged_attention(*x, implementation="mma")
+    assert kernels(call, q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)) == 1
 
 
 @pytest.mark.parametrize("capability, memory", [("8.0", 163), ("8.6", 99), ("9.0", 227)])
