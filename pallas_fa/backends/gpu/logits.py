@@ -30,7 +30,7 @@ class Place(NamedTuple):
     def positions(self, shape: tuple[int, int]) -> tuple[Any, Any]:
         """Returns (query, key) of each element of a tile of `shape`."""
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1))
-        if self.queries is not None:
+        if self.queries is not None and self.queries < shape[0]:
             of_block = lax.div(row, jnp.full_like(row, self.queries))
             row, column = row - of_block * self.queries, column + of_block * shape[1]
         return self.t0 + row, self.s0 + column

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,9 +11,16 @@ from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid
 from pallas_fa.backends.mma.config import DecodeConfig
 from pallas_fa.backends.mma.decode.key_parts import ROWS
-from pallas_fa.backends.mma.forward.plan import OperandTiles
 from pallas_fa.backends.mma.tiles import Tiles
 from pallas_fa.operands.layout import Layout
+
+
+class OperandTiles(NamedTuple):
+    """How the tiles of each operand lie in shared memory."""
+
+    q: Tiles
+    k: Tiles
+    v: Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +37,11 @@ class DecodePlan(ForwardCore):
 
     @functools.cached_property
     def tiles(self) -> OperandTiles:
-        """The tiles of the operands; those of the output are stored as they are."""
+        """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         of = lambda length, dim, layout: Tiles(length, dim, problem.dtype, layout, self.interpret)
-        k, v = (of(S, dim, problem.layout) for dim in (problem.H, problem.Hv))
-        return OperandTiles(of(T, problem.H, self.query_layout), k, v, of(T, problem.Hv, "BNTH"))
+        q = of(T, problem.H, self.query_layout)
+        return OperandTiles(q, *(of(S, dim, problem.layout) for dim in (problem.H, problem.Hv)))
 
     @property
     def query_blocks(self) -> int:
