@@ -226,7 +226,8 @@ def main() -> None:
     args = arguments(None)
     produced = measured(args)
     if args.processes > 1:
-        produced = processes.measured(_part, sys.argv[1:], args.rows, args.processes)
+        take_turn = functools.partial(turns.take, args.turn)
+        produced = processes.measured(_part, sys.argv[1:], args.rows, args.processes, take_turn)
     command.carry_out(produced, args.out, table, plot=False)
 
 

@@ -184,8 +184,9 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     args = arguments(argv)
     produced = measured(args)
     if args.processes > 1:
-        end = time.monotonic() + args.budget_seconds
-        produced = processes.measured(_part, argv or sys.argv[1:], _names(args), args.processes, end)
+        take_turn = functools.partial(turns.take, args.turn)
+        among = argv or sys.argv[1:], _names(args), args.processes
+        produced = processes.measured(_part, *among, take_turn, args.budget_seconds)
     out = args.out or row_file.RESULTS / machine.folder() / f"{args.suite}.jsonl"
     table = functools.partial(rows.table, baseline=args.baseline or suites()[args.suite].baseline)
     if not suites()[args.suite].gate:

@@ -28,13 +28,16 @@ class QueryBlock:
       cta: the CTA.
       at: where the CTA works.
       number: of the query block in its head.
+      wgs: as of `arrays.load`.
     """
 
     steps: Steps
 
-    def __init__(self, plan: Any, gmem: Any, scratch: dict[str, Any], cta: Cta, at: Place, number: Any):
+    def __init__(
+        self, plan: Any, gmem: Any, scratch: dict[str, Any], cta: Cta, at: Place, number: Any, wgs: int | None
+    ):
         self.plan, self.gmem, self.scratch, self.cta = plan, gmem, scratch, cta
-        self.mma = Mma(plan.problem.dtype, plan.interpret)
+        self.mma, self.wgs = Mma(plan.problem.dtype, plan.interpret), wgs
         self.b, self.n, self.block = at.b, at.head, number
         self.kv_head = lax.div(at.head, jnp.int32(plan.problem.group))
         self.t0 = number * plan.config.block_q + cta.wg * plan.config.rows
@@ -78,4 +81,5 @@ class QueryBlock:
     def load_array(self, a: int, s0: Any, smem: Any) -> None:
         """Starts copying the part of array number `a` for queries from `t0` on and keys from `s0` on."""
         array, gmem = self.plan.arrays[a], self.gmem.arrays[a]
-        arrays.load(self.cta.copies, array, gmem.at[array.index(self.b, self.n)], self.t0, s0, smem)
+        gmem = gmem.at[array.index(self.b, self.n)]
+        arrays.load(self.cta.copies, array, gmem, self.t0, s0, smem, self.wgs)

@@ -50,7 +50,7 @@ class Decode(QueryBlock):
     def __init__(self, plan: DecodePlan, gmem: Refs, scratch: dict[str, Any]):
         at, splits = plan.grid.place(), plan.config.kv_splits
         number, self.split = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
-        super().__init__(plan, gmem, scratch, Cta(1, scratch, plan.interpret), at, number)
+        super().__init__(plan, gmem, scratch, Cta(1, scratch, plan.interpret), at, number, wgs=None)
         self.parts = KeyParts(plan.config.rows, self.mma)
         visits = self.visits()
         if splits > 1:

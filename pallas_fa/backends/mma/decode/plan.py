@@ -38,10 +38,11 @@ class DecodePlan(ForwardCore):
     @functools.cached_property
     def tiles(self) -> OperandTiles:
         """The tiles of the operands."""
-        problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
-        of = lambda length, dim, layout: Tiles(length, dim, problem.dtype, layout, self.interpret)
-        q = of(T, problem.H, self.query_layout)
-        return OperandTiles(q, *(of(S, dim, problem.layout) for dim in (problem.H, problem.Hv)))
+        problem, c = self.problem, self.config
+        tiles = lambda length, dim, layout, block: Tiles(length, dim, problem.dtype, layout, self.interpret, block)
+        q = tiles(problem.dims.T, problem.H, self.query_layout, c.rows)
+        k, v = (tiles(problem.dims.S, dim, problem.layout, c.block_kv) for dim in (problem.H, problem.Hv))
+        return OperandTiles(q, k, v)
 
     @property
     def query_blocks(self) -> int:

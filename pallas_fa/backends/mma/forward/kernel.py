@@ -48,7 +48,8 @@ class Forward(QueryBlock):
         at = plan.grid.place()
         # Under most masks later queries see more keys: the CTAs with the most work come first.
         number = plan.query_blocks - 1 - at.cta if plan.problem.mask is not None else at.cta
-        super().__init__(plan, gmem, scratch, Cta(plan.config.wgs, scratch, plan.interpret), at, number)
+        wgs = plan.config.wgs
+        super().__init__(plan, gmem, scratch, Cta(wgs, scratch, plan.interpret), at, number, wgs)
         if plan.visit_lists:
             self.steps = Steps.of_list(visit_lists.in_table(gmem.visit_table, self.b, self.n, self.block))
         else:
