@@ -2,13 +2,14 @@
 
 On GPUs, whole rows of logits, since each pass over logits in memory costs time there:
 
-- all rows at once, where both sequences have at most 2048 positions and the logits take at most 1 GiB. XLA may keep them
-  and the probabilities from the forward to the backward of a program, as it does those of `jax.nn`;
-- else chunks of queries, at least eight, with at most 256 MiB of logits each, but at least 128 queries: then a chunk has
-  128 logits for each key, head and batch entry, so that memory stays proportional to the inputs.
+- at most 1 GiB of logits at a time: all rows, or chunks of queries;
+- where both sequences have more than 128 positions, and one more than 2048: at least eight chunks;
+- but at least 128 queries: then a chunk has 128 logits for each key, head and batch entry, so that memory stays
+  proportional to the inputs.
 
-The backward holds up to four such arrays, two of them in the inputs' dtype. On other platforms, and for symbolic lengths,
-block masks and keys in pages, chunks of queries and keys (`chunks.split_axes`).
+With all rows at once, XLA may keep logits and probabilities from the forward to the backward of a program, as it does those
+of `jax.nn`. The backward holds up to three such arrays, in the inputs' dtype where nothing is masked. On other platforms,
+and for symbolic lengths, block masks and keys in pages, chunks of queries and keys (`chunks.split_axes`).
 
 The platform is that of `jax.default_backend()` while the program is traced. On another one it is as right, but slower.
 """
@@ -16,25 +17,35 @@ The platform is that of `jax.default_backend()` while the program is traced. On 
 import jax
 
 from pallas_fa.backends.xla.chunks import SYMBOLIC, Chunks, even_chunk, split_axes
+from pallas_fa.masks import Dense
 from pallas_fa.problem import Problem
+from pallas_fa.scores import Bias
 
 _SHORT = 2048
 _LOGITS_AT_ONCE = 2**30  # bytes
-_LOGITS_OF_A_CHUNK = 2**28  # bytes
-_FEWEST_CHUNKS = 8
-_FEWEST_QUERIES = 128
+_FEWEST_CHUNKS = 8  # of longer sequences
+_FEW = 128  # queries or keys
 
 
 def whole_rows(problem: Problem) -> Chunks | None:
-    """Returns the query axis in chunks of which whole rows are computed; None where the keys are chunked, too."""
+    """Returns the query heads or the queries in chunks, whose rows are computed whole; None where keys are chunked, too."""
     dims, mask = problem.dims, problem.mask
     if not _on_gpu() or dims.has_symbolic_length or problem.pages or (mask is not None and mask.has_blocks):
         return None
-    of_a_query = _bytes(problem, dims.S)
-    if max(dims.T, dims.S) <= _SHORT and dims.T * of_a_query <= _LOGITS_AT_ONCE:
-        return Chunks(2, dims.T, dims.T)
-    most = max(min(_LOGITS_OF_A_CHUNK // of_a_query, dims.T // _FEWEST_CHUNKS), _FEWEST_QUERIES)
-    return Chunks(2, dims.T, even_chunk(dims.T, most))
+    count = -(-_bytes(problem, dims.T * dims.S) // _LOGITS_AT_ONCE)
+    if max(dims.T, dims.S) > _SHORT and min(dims.T, dims.S) > _FEW:
+        count = max(count, _FEWEST_CHUNKS)
+    heads = next((n for n in range(count, problem.K + 1) if problem.K % n == 0), None)
+    if count > 1 and heads is not None and _same_everywhere(problem):
+        return Chunks(1, dims.N, dims.N // heads)
+    if count > 1:
+        count = max(count, _FEWEST_CHUNKS)  # so that a mask rules out keys for some
+    return Chunks(2, dims.T, even_chunk(dims.T, max(-(-dims.T // count), _FEW)))
+
+
+def _same_everywhere(problem):
+    """Whether nothing depends on positions or heads but by arrays, so that no keys are ruled out and heads can be cut."""
+    return isinstance(problem.mask, Dense | None) and isinstance(problem.score, Bias | None) and problem.dropout is None
 
 
 def memory(problem: Problem) -> str | None:
@@ -42,10 +53,15 @@ def memory(problem: Problem) -> str | None:
     dims = problem.dims
     if dims.has_symbolic_length or 0 in (dims.B, dims.T, dims.N, dims.S):
         return None
-    queries, keys = whole_rows(problem), Chunks(3, dims.S, dims.S)
-    queries, keys = (queries, keys) if queries else split_axes(problem)
-    size = _bytes(problem, queries.chunk * keys.chunk) / 2**20
-    return f"logits of {queries.chunk} queries by {keys.chunk} keys at a time, {size:.3g} MiB"
+    rows, keys = whole_rows(problem), Chunks(3, dims.S, dims.S)
+    queries, keys = (rows, keys) if rows else split_axes(problem)
+    if queries.axis == 1:
+        T, heads = dims.T, queries.chunk
+        of_heads = f" of {heads} heads"
+    else:
+        T, heads, of_heads = queries.chunk, dims.N, ""
+    size = _bytes(problem, T * keys.chunk) * heads / dims.N / 2**20
+    return f"logits of {T} queries by {keys.chunk} keys{of_heads} at a time, {size:.3g} MiB"
 
 
 def _bytes(problem, logits):
