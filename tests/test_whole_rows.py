@@ -98,9 +98,9 @@ def _told(B, S, N, dtype=jnp.float32, **keywords):
     ("B", "S", "N", "words"),
     [
         (8, 1024, 16, "1024 queries by 1024 keys at a time, 512 MiB"),  # all at once
-        (32, 1024, 16, "1024 queries by 1024 keys of 8 heads at a time, 1.02e+03 MiB"),
-        (2, 4096, 16, "4096 queries by 4096 keys of 2 heads at a time, 256 MiB"),  # an eighth
-        (2, 4096, 15, "4096 queries by 4096 keys of 1 heads at a time, 128 MiB"),
+        (32, 1024, 16, "1024 queries by 1024 keys at a time, for 8 of 16 heads, 1.02e+03 MiB"),
+        (2, 4096, 16, "4096 queries by 4096 keys at a time, for 2 of 16 heads, 256 MiB"),  # an eighth
+        (2, 4096, 15, "4096 queries by 4096 keys at a time, for 1 of 15 heads, 128 MiB"),
         (2, 4096, 7, "512 queries by 4096 keys at a time, 112 MiB"),  # an eighth
         (1, 2**17, 16, "128 queries by 131072 keys at a time, 1.02e+03 MiB"),  # 512 bytes for each key and head
     ],

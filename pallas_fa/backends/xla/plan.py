@@ -1,15 +1,17 @@
 """Which logits the XLA path holds at once: the rule, and what `explain` says of it.
 
-On GPUs, whole rows of logits, since each pass over logits in memory costs time there:
+On GPUs, whole rows of logits, since each pass over logits in memory costs time there. At most 1 GiB of float32 logits at a
+time, and at most an eighth of all where one sequence has more than 2048 positions and both have more than 128. If that is
+not all of them, a chunk holds
 
-- at most 1 GiB of logits at a time: all rows, or chunks of queries;
-- where both sequences have more than 128 positions, and one more than 2048: at least eight chunks;
-- but at least 128 queries: then a chunk has 128 logits for each key, head and batch entry, so that memory stays
-  proportional to the inputs.
+- a few heads, where no mask but an array, no score but a bias and no dropout is in the call: keys and values are then read
+  once;
+- else a few queries, which leave out keys that the mask rules out; at least 128 queries, so that at worst a chunk has 128
+  logits for each key, head and batch entry, in proportion to the inputs.
 
-With all rows at once, XLA may keep logits and probabilities from the forward to the backward of a program, as it does those
-of `jax.nn`. The backward holds up to three such arrays, in the inputs' dtype where nothing is masked. On other platforms,
-and for symbolic lengths, block masks and keys in pages, chunks of queries and keys (`chunks.split_axes`).
+The backward holds up to three such arrays, in the inputs' dtype. With all rows at once, XLA may keep logits and
+probabilities from the forward to the backward of a program, as it does those of `jax.nn`. On other platforms, and for
+symbolic lengths, block masks and keys in pages, chunks of queries and keys (`chunks.split_axes`).
 
 The platform is that of `jax.default_backend()` while the program is traced. On another one it is as right, but slower.
 """
@@ -21,10 +23,9 @@ from pallas_fa.masks import Dense
 from pallas_fa.problem import Problem
 from pallas_fa.scores import Bias
 
-_SHORT = 2048
 _LOGITS_AT_ONCE = 2**30  # bytes
-_FEWEST_CHUNKS = 8  # of longer sequences
-_FEW = 128  # queries or keys
+_SHORT, _FEW = 2048, 128  # positions
+_FEWEST_CHUNKS = 8
 
 
 def whole_rows(problem: Problem) -> Chunks | None:
@@ -44,7 +45,7 @@ def whole_rows(problem: Problem) -> Chunks | None:
 
 
 def _same_everywhere(problem):
-    """Whether nothing depends on positions or heads but by arrays, so that no keys are ruled out and heads can be cut."""
+    """Whether only arrays depend on positions or heads: then no keys are ruled out, and a chunk may have few heads."""
     return isinstance(problem.mask, Dense | None) and isinstance(problem.score, Bias | None) and problem.dropout is None
 
 
@@ -54,14 +55,14 @@ def memory(problem: Problem) -> str | None:
     if dims.has_symbolic_length or 0 in (dims.B, dims.T, dims.N, dims.S):
         return None
     rows, keys = whole_rows(problem), Chunks(3, dims.S, dims.S)
+    if rows is not None and rows.axis == 1:
+        size = _bytes(problem, dims.T * dims.S) // rows.count / 2**20
+        return (
+            f"logits of {dims.T} queries by {dims.S} keys at a time, for {rows.chunk} of {dims.N} heads, {size:.3g} MiB"
+        )
     queries, keys = (rows, keys) if rows else split_axes(problem)
-    if queries.axis == 1:
-        T, heads = dims.T, queries.chunk
-        of_heads = f" of {heads} heads"
-    else:
-        T, heads, of_heads = queries.chunk, dims.N, ""
-    size = _bytes(problem, T * keys.chunk) * heads / dims.N / 2**20
-    return f"logits of {T} queries by {keys.chunk} keys{of_heads} at a time, {size:.3g} MiB"
+    size = _bytes(problem, queries.chunk * keys.chunk) / 2**20
+    return f"logits of {queries.chunk} queries by {keys.chunk} keys at a time, {size:.3g} MiB"
 
 
 def _bytes(problem, logits):

@@ -1,9 +1,11 @@
-"""Computes attention in whole rows of logits, a chunk of queries at a time: what a GPU does fast.
+"""Computes attention in whole rows of logits, a chunk of heads or of queries at a time: what a GPU does fast.
 
 On a GPU the logits travel through memory, so each pass over them counts. A complete row needs no online softmax: the
 forward writes the logits once, reads them once for the probabilities, and reads these once for the output; the log-sum-exp
-takes one more pass, where a gradient or the caller needs it. Each chunk of queries takes the interval of keys that its mask
-allows. Decision record: xla/whole-rows-on-gpus.
+takes one more pass, where a gradient or the caller needs it. The backward writes probabilities P and dS in the dtype of the
+inputs, and no logits: XLA computes exp(QK^T - lse) and P (dO V^T - delta) at the end of the two matmuls, provided that lse,
+delta and P are parameters of the loop's body (`Group.loop_ahead`). Each chunk of queries takes the interval of keys that its
+mask allows. Decision record: xla/whole-rows-on-gpus.
 """
 
 from collections.abc import Callable
