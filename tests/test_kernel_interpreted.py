@@ -104,6 +104,17 @@ def interpreted(problem, operands, kernel=forward.forward):
         return results, gpu_callbacks.get_races().races_found
 
 
+def assert_right_and_free_of_races(problem, operands, kernel=forward.forward):
+    (out, lse), races = interpreted(problem, operands, kernel)
+    assert not races
+    out = np.asarray(out, np.float32)
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    # One rounding of p and one of the result, to bfloat16.
+    np.testing.assert_allclose(out, true_out, rtol=2e-2, atol=2e-2)
+    assert np.linalg.norm(out - true_out) < 4e-3 * np.linalg.norm(true_out)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
 def problem_of(case, config):
     inputs = case.inputs()
     return normalise(*inputs.qkv, config=config, **inputs.keywords(inputs.arrays))
@@ -111,15 +122,7 @@ def problem_of(case, config):
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
-    problem, operands = problem_of(*CASES[name])
-    (out, lse), races = interpreted(problem, operands)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    # One rounding of p and one of the result, to bfloat16.
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    error = np.linalg.norm(np.asarray(out, np.float32) - true_out) / np.linalg.norm(true_out)
-    assert error < 4e-3
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(*problem_of(*CASES[name]))
 
 
 @pytest.mark.parametrize("forbidden", [-1e9, -1e10, -1e30, float(np.finfo(np.float32).min)])
@@ -129,11 +132,7 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
     bias = np.where(np.tri(200, dtype=np.bool_), 0, forbidden).astype(np.float32)
     bias[7] = forbidden
     problem, operands = normalise(*inputs.qkv, bias=bias, config=TWO)
-    (out, lse), races = interpreted(problem, operands)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(problem, operands)
 
 
 def test_padding_may_hold_nan():
