@@ -75,6 +75,14 @@ CASES = {
         dataclasses.replace(BASE, T=300, S=300, mask="causal"),
         PAIRS_PING_PONG,
     ),
+    "persistent, empty rows": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths"),
+        Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, ping_pong=True, persistent_ctas=3)),
+    ),
+    "persistent, pairs, grouped heads, bias": (
+        dataclasses.replace(BASE, T=300, N=4, K=2, score="bias_shared"),
+        Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1, persistent_ctas=3)),
+    ),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score, sinks": (
         dataclasses.replace(BASE, mask="causal", score="everything", sinks="heads"),
