@@ -39,7 +39,7 @@ class ForwardConfig:
 
     Args:
       compute_wgs: compute warpgroups of a CTA (a CUDA thread block); each holds 64 queries.
-      block_kv: keys of a key block.
+      block_kv: keys of a key block, a multiple of 16.
       stages: depth of the rings of K and V.
       l2_head_group: heads whose CTAs run concurrently, so that their keys and values stay in the L2 cache; the CTAs with
         the most work first. It applies where there is a mask.
@@ -55,6 +55,8 @@ class ForwardConfig:
       stream_k: CTAs that share the key blocks of all query blocks evenly, wherever one query block ends and the next starts;
         the partial results are merged. 0: a CTA for each query block or part. For calls of at most 16 queries (evidence:
         decode/stream-k).
+      rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
+        after the wait for P V, while they may be idle. Not measured (forward/rescale-under-qk).
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.
@@ -70,13 +72,14 @@ class ForwardConfig:
     q_in_registers: bool = False
     kv_splits: int = 1
     stream_k: int = 0
+    rescale_under_qk: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
             raise ValueError(f"compute_wgs={self.compute_wgs} must be 1, 2 or 3: a CTA has registers for no more.")
-        if self.block_kv < 64 or self.block_kv % 64:
+        if not 64 <= self.block_kv <= 256 or self.block_kv % 16:
             raise ValueError(
-                f"block_kv={self.block_kv} must be a positive multiple of 64, the width of a swizzled tile."
+                f"block_kv={self.block_kv} must be a multiple of 16 from 64 to 256, which a matmul instruction takes."
             )
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2, to load one tile while another is used.")

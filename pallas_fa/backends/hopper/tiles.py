@@ -8,6 +8,7 @@ Of an operand that is split (see `products`), the chunks of one part follow thos
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ from pallas_fa.operands.layout import Layout, ordered
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory."""
+    """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory.
+
+    `swizzle_bytes`: the width of the swizzled pieces of a row, and of a chunk where the tile is not copied at once.
+    """
 
     length: int
     dim: int
@@ -33,6 +37,11 @@ class Tiles:
     interpret: bool
     in_chunks: bool = False
     parts: int = 1
+    swizzle_bytes: int = 128
+
+    def summed_over(self, rows: int) -> "Tiles":
+        """Returns tiles of `rows` rows that a matmul sums over: it takes as many at once as a swizzled piece is wide."""
+        return dataclasses.replace(self, swizzle_bytes=math.gcd(rows * self.dtype.itemsize, 128))
 
     @property
     def padded_dim(self) -> int:
@@ -40,17 +49,18 @@ class Tiles:
         return -(-self.dim // 64) * 64
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
+        """Whether TMA copies the whole head dim at once."""
         return self.length % 8 == 0 and self.dim % 64 == 0 and not self.in_chunks
 
     @property
     def _one_view(self) -> bool:
-        return self._whole or self.interpret  # the interpreter has no layouts
+        return self.whole or self.interpret  # the interpreter has no layouts
 
     @property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return self.padded_dim if self._whole else 128 // self.dtype.itemsize
+        return self.padded_dim if self.whole else self.swizzle_bytes // self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
@@ -70,10 +80,10 @@ class Tiles:
     def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""
         shape = (*lead, self.copies, rows, self.chunk)
-        matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.chunk * self.dtype.itemsize))
+        matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzle_bytes))
         if self._one_view:
             return (matrix,)
-        return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),))
+        return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
 
     def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles like these, and for `other` of the same size later (see `over_another`)."""

@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.gpu.schedule import is_equal
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import Logits
@@ -31,7 +32,8 @@ class Compute:
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, wg: Any, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
-        self.k, self.v = plan.tiles.k.matrix(scratch["k_smem"]), plan.tiles.v.matrix(scratch["v_smem"])
+        self.k = plan.tiles.k.matrix(scratch["k_smem"])
+        self.values = [(part, part.tiles.matrix(scratch[f"{part.name}_smem"])) for part in plan.value_rows]
         self.q = work.of_queries(block, plan.tiles.q.matrix(scratch["q_smem"])).at[wg]
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
@@ -93,7 +95,7 @@ class Compute:
         carry = self._first_step(steps.first, not steps.starts_full)
         after_first = steps.first + 1
         boundary_step, full_step = (functools.partial(self._step, is_boundary=flag) for flag in (True, False))
-        if not steps.starts_full:
+        if not steps.starts_full and not is_equal(steps.boundary_end, after_first):
             carry = lax.fori_loop(after_first, steps.boundary_end, boundary_step, carry)
         full_first = jnp.maximum(steps.boundary_end, after_first)
         full_end = steps.end if steps.full_end is None else jnp.clip(steps.full_end, full_first, steps.end)
@@ -103,7 +105,10 @@ class Compute:
         self._finish(*carry)
 
     def _first_step(self, i, is_boundary):
-        """Returns (acc, maximum, partial sums, p). Nothing is accumulated yet."""
+        """Returns (acc, its factor, maximum, partial sums, p). Nothing is accumulated yet.
+
+        The factor is what the accumulators are to be multiplied by; None where a step leaves nothing to be done.
+        """
         plan, scratch, slot, visited = self.plan, self.scratch, self._slot(i), self.logits.visited(i)
         plgpu.barrier_wait(scratch["k_ready"].at[slot])
         self._wait_to_issue()
@@ -124,7 +129,10 @@ class Compute:
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
+        factor = None
+        if plan.config.rescale_under_qk and plan.subtract_max:
+            factor = plgpu.layout_cast(jnp.ones((64,), jnp.float32), per_query)
+        return acc, factor, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
 
     def _dropped(self, p, i, visited):
         """Returns the probabilities of step i after dropout, which the epilogue scales."""
@@ -132,14 +140,21 @@ class Compute:
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
-        acc, m, l, p = carry
+        acc, factor, m, l, p = carry
         plan, scratch = self.plan, self.scratch
         k_slot, v_slot, visited = self._slot(i), self._slot(i - 1), self.logits.visited(i)
 
-        def matmuls(accs, x_acc):
+        def matmuls(x_acc):
             self.wgmma.inner_products(x_acc, self.q, self.k.at[k_slot])
+            like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
+            like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
+            # Without the barrier, the compiler rescales before Q K^T is issued.
+            scaled = acc if factor is None else epilogue.times_rows(acc, lax.optimization_barrier(factor))
+            return self.wgmma.updated(functools.partial(sums, x_acc), scaled, like=like)
+
+        def sums(x_acc, accs):
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
-            issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
+            issued = self._weighted_sums(accs, p, v_slot)
             self._let_next_issue()
             x = self.wgmma.result(x_acc, in_flight=issued)
             plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
@@ -151,26 +166,38 @@ class Compute:
 
         plgpu.barrier_wait(scratch["k_ready"].at[k_slot])
         self._wait_to_issue()
-        like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
-        like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
-        acc, (l, p, *new_max) = self.wgmma.updated(matmuls, acc, (64, plan.config.block_kv), like=like)
+        acc, (l, p, *new_max) = self.wgmma.scoped(matmuls, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])
         # p is rounded only now: ptxas serialises all matmuls where operands in registers are made while one is in flight
         # (evidence: forward/probabilities-after-the-wait).
         if new_max:
             m, rescale = new_max
-            acc = epilogue.times_rows(acc, rescale)
-        return acc, m, l, products.operand(plan.problem, p)
+            if factor is None:
+                acc = epilogue.times_rows(acc, rescale)
+            else:
+                factor = rescale
+        return acc, factor, m, l, products.operand(plan.problem, p)
 
-    def _finish(self, acc, m, l, p):
+    def _weighted_sums(self, accs, p, slot):
+        """Issues P V, part by part of the values; returns how many matmuls these are."""
+        issued = 0
+        for part, v in self.values:
+            columns = slice(part.first, part.first + part.count)
+            weights = p if len(self.values) == 1 else tuple(x[:, columns] for x in p)
+            issued += self.wgmma.weighted_sums(accs, weights, v.at[slot])
+        return issued
+
+    def _finish(self, acc, factor, m, l, p):
         """The last P V, and the stores."""
         plan, scratch = self.plan, self.scratch
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
+        if factor is not None:
+            acc = epilogue.times_rows(acc, factor)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
 
         def matmuls(accs):
-            self.wgmma.weighted_sums(accs, p, self.v.at[slot])
+            self._weighted_sums(accs, p, slot)
 
         acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
@@ -179,7 +206,7 @@ class Compute:
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""
-        plan, v = self.plan, self.v.at[slot]
+        plan, v = self.plan, self.values[0][1].at[slot]  # zeroed values are in one part
         plgpu.barrier_wait(self.scratch["v_loaded"])
         _, mask = plan.arrays.with_scalars(self.logits.scalars())
         length = lengths_of(mask).kv_lengths
@@ -187,10 +214,13 @@ class Compute:
 
         @pl.when(start + plan.config.block_kv > length)
         def _():
-            for row, column in itertools.product(range(0, plan.config.block_kv, 64), range(0, plan.tiles.v.chunk, 64)):
+            width = min(plan.tiles.v.chunk, 64)
+            # In parts of 64 rows; the last two overlap where the block is no multiple.
+            rows = sorted({min(row, plan.config.block_kv - 64) for row in range(0, plan.config.block_kv, 64)})
+            for row, column in itertools.product(rows, range(0, plan.tiles.v.chunk, width)):
                 for chunk in range(plan.tiles.v.copies):
-                    part = v.at[chunk, pl.ds(row, 64), pl.ds(column, 64)]
-                    key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)
+                    part = v.at[chunk, pl.ds(row, 64), pl.ds(column, width)]
+                    key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=TILE)
                     values = plgpu.load(part, layout=TILE)
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 

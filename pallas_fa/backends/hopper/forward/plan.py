@@ -18,6 +18,15 @@ from pallas_fa.operands.layout import Layout
 Q_STAGES = 2  # query blocks in shared memory where CTAs process segments of a few steps
 
 
+class ValueRows(NamedTuple):
+    """A part of the rows of a tile of values: the name of its memory, its first row, how many rows, how they lie there."""
+
+    name: str
+    first: int
+    count: int
+    tiles: Tiles
+
+
 class OperandTiles(NamedTuple):
     """How the tiles of each operand lie in shared memory."""
 
@@ -52,12 +61,29 @@ class ForwardPlan(ForwardCore):
         )
         out = dataclasses.replace(out, dtype=problem.dtype, parts=1)
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
+        v = v.summed_over(self.config.block_kv)
         if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
             layout = "BNTH" if self.stream_k else self.query_layout
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), layout=layout, in_chunks=True)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
+            if v.chunk != out.chunk:
+                out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
         return OperandTiles(q, k, v, out)
+
+    @functools.cached_property
+    def value_rows(self) -> tuple[ValueRows, ...]:
+        """The parts of a tile of values.
+
+        Rows past a multiple of 64 have a narrower swizzle. They lie apart, so that TMA and tensor cores read the others in
+        full width; but not where chunks would have two widths, or where rows are read in 64s to zero padding.
+        """
+        rows, v = self.config.block_kv, self.tiles.v
+        rest = rows % 64
+        if not rest or not v.whole or self.zeroes_padding or self.problem.pages:
+            return (ValueRows("v", 0, rows, v),)
+        parts = ("v", 0, rows - rest), ("v_rest", rows - rest, rest)
+        return tuple(ValueRows(name, first, count, v.summed_over(count)) for name, first, count in parts)
 
     @functools.cached_property
     def blocks(self) -> QueryBlocks:

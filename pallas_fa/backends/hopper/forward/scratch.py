@@ -53,8 +53,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
         scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
-    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.copies * plan.boxes)
-    scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
+    scratch["v_ready"] = ring(num_arrivals=sum(part.tiles.copies for part in plan.value_rows) * plan.boxes)
+    for part in plan.value_rows:
+        scratch[f"{part.name}_smem"] = part.tiles.scratch(c.stages, rows=part.count)
     return scratch
 
 
