@@ -100,12 +100,12 @@ class KernelArray:
     def scratch(self, *lead: int, rows: int, columns: int) -> Any:
         """Returns shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
         if self.kind != "tile":
-            return plgpu.SMEM((*lead, _aligned(columns) if self.kind == "row" else rows), self.stored_dtype)
+            return plgpu.SMEM((*lead, columns if self.kind == "row" else rows), self.stored_dtype)
         transforms = swizzle(self.stored_dtype, self.piece(columns))
         return plgpu.SMEM((*lead, rows, columns), self.stored_dtype, transforms=transforms)
 
     def place_in(self, smem: Any, columns: int) -> Any:
-        """Returns the part of `scratch` for `columns` keys, of a row."""
+        """Returns the first `columns` of a row in `scratch`, which may have more."""
         return smem if smem.shape[-1] == columns else smem.at[pl.ds(0, columns)]
 
     def piece(self, columns: int) -> int:
@@ -185,11 +185,6 @@ class KernelArrays:
     def with_scalars(self, scalars: dict[int, Any]) -> tuple[Any, Any]:
         """Returns (score, mask) with these scalars in the places of their arrays, and None for the other arrays."""
         return self.unflatten([scalars.get(i) for i in range(len(self))])
-
-
-def _aligned(columns: int) -> int:
-    """Rounds a row of 4-byte elements up to 128 bytes, at which TMA starts to write."""
-    return -(-columns // 32) * 32
 
 
 def _transpose(x: Any) -> Any:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
@@ -29,7 +30,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
     for i in sorted(streamed + columns):
         lead = dict(row=(c.stages,), column=q_lead, tile=(c.stages, c.compute_wgs))[arrays[i].kind]
-        scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=c.block_kv)
+        # TMA starts to write at multiples of 128 bytes: 32 elements of a row.
+        width = pl.cdiv(c.block_kv, 32) * 32 if arrays[i].kind == "row" else c.block_kv
+        scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=width)
     if streamed:
         copies = sum(c.compute_wgs if arrays[i].kind == "tile" else 1 for i in streamed)
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
