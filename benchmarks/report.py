@@ -78,7 +78,19 @@ def _attention(found: Sequence[Row]) -> list[str]:
 
 
 def _decode(found: Sequence[Row]) -> list[str]:
-    """A table of the time of a step, and of the part of the memory's speed at which it reads keys and values."""
+    """Tables of the time of a step, and of the part of the memory's speed at which it reads keys and values.
+
+    One table for the steps of a run that have the same columns.
+    """
+    alike: dict[Any, list[Row]] = {}
+    for each in _by(found, "workload"):
+        rows = list(each.values())
+        alike.setdefault((rows[0]["run"], *each), []).extend(rows)
+    said = "One step of decoding, us, and its bytes of keys and values a second, of 4.8 TB/s (TFLOP/s, of latent attention)."
+    return [said, *(part for rows in alike.values() for part in _decode_run(rows))]
+
+
+def _decode_run(found):
     names = list(dict.fromkeys(row["implementation"] for row in found))
     lines = []
     for each in _by(found, "workload"):
@@ -89,11 +101,7 @@ def _decode(found: Sequence[Row]) -> list[str]:
         lines.append([shape, *(_decode_step(each.get(name), each[names[0]]) for name in names)])
     rates = {"copying an array moves": "copy_bytes_per_s", "adding one up reads": "read_bytes_per_s"}
     said = " and ".join(f"{does} {found[0][name] / 1e12:.2f} TB/s" for does, name in rates.items() if name in found[0])
-    return [
-        "One step of decoding, us, and its bytes of keys and values a second, of 4.8 TB/s (TFLOP/s, of latent attention). In"
-        f" the same run, {said}.\n",
-        table(["shape", *names], lines),
-    ]
+    return [f"\nCommit `{found[0]['commit']}`; in the same run, {said}:\n", table(["shape", *names], lines)]
 
 
 def _decode_step(row: Row | None, ours: Row) -> str:

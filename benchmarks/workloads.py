@@ -293,7 +293,22 @@ def _operands() -> list[Workload]:
 def _head_dims() -> list[Workload]:
     what = "no multiple of 8: beside the multiple of 64 that kernels compute with"
     sizes = (64, 32), (59, 32), (128, 16), (100, 16)
-    return [self_attention(f"h{H}-4096", B=4, S=4096, N=N, H=H, causal=True, provenance=what) for H, N in sizes]
+    beside = [self_attention(f"h{H}-4096", B=4, S=4096, N=N, H=H, causal=True, provenance=what) for H, N in sizes]
+    large = [
+        self_attention(
+            f"h512-{'causal' if causal else 'full'}-4096-{K}",
+            B=4,
+            S=4096,
+            N=8,
+            K=K,
+            H=512,
+            causal=causal,
+            provenance=what,
+        )
+        for K, what in ((1, "Gemma 4, its global layers: one key head"), (4, "the same with four"))
+        for causal in (True, False)
+    ]
+    return beside + large
 
 
 def _relative() -> list[Workload]:

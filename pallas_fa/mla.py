@@ -71,8 +71,7 @@ def mla_decode_attention(
       lengths: int [*B], how many positions of each cache are filled, the new ones included; default S. What lies past them
         may hold NaN. The last query sees the last filled position, and each query before it one position fewer.
       implementation: as in `pallas_fa.dot_product_attention`. 'mosaic_gpu' reads the cache once, for H=576 and Hv=512 in
-        bfloat16 or float16, with N and S multiples of 8. It was compiled, but has not run on a GPU yet, so it must be
-        named. `pallas_fa.mla.explain` says which implementation runs.
+        bfloat16 or float16, with N and S multiples of 8. `pallas_fa.mla.explain` says which implementation runs.
       return_residual: also return the log-sum-exp.
 
     Returns:

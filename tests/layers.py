@@ -155,6 +155,9 @@ THINNED = {
     "test_transforms.py::test_vmap_over_any_subset_of_arguments_and_axes": 2,
     "test_whole_rows.py::test_table_in_chunks_of_rows": 4,
     "test_whole_rows.py::test_table_with_all_rows_at_once": 2,
+    "test_wide_heads.py::test_both_directions_lower": 1,
+    "test_wide_heads.py::test_interpreted_backward_is_right_and_free_of_races": 1,
+    "test_wide_heads.py::test_interpreted_forward_is_right_and_free_of_races": 1,
 }
 
 

@@ -38,6 +38,7 @@ PAGES = "tests/test_paged_attention.py"
 FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
 FLOAT16 = "tests/test_float16_range.py"
 COPIES = "tests/test_mma_copies.py"
+WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -92,6 +93,8 @@ MUTATIONS = (
     Mutation("backends/gpu/stream_k.py", "& (visit == 0)", "", "tests/test_decode.py -k every_visit"),
     Mutation("backends/gpu/steps.py", "self.last - skipped, 0", "self.last, 0", "tests/test_decode.py -k interpreted"),
     Mutation("backends/hopper/mla/compute.py", "self._times(acc, rescale), i", "acc, i", "tests/test_mla.py -k interpreted"),
+    Mutation("backends/hopper/tiles.py", "else column_part * self.padded_dim", "else 0", WIDE_HEADS),
+    Mutation("backends/hopper/backward/warpgroup.py", "self.column_part * len(accs)", "0", WIDE_HEADS),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip
 

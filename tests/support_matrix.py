@@ -65,7 +65,8 @@ FEATURES = {
     '`float32`, `precision="highest"`': _call(dtype=jnp.float32, keywords=lambda: {"precision": "highest"}),
     "head dims that are multiples of 8, up to 256; Hv != H": _call(H=192, Hv=128),
     "other head dims up to 256, here H=59, Hv=100": _call(H=59, Hv=100),
-    "head dim 512": _call(H=512, Hv=512),
+    "head dims up to 512": _call(H=512, Hv=512),
+    "head dims past 512": _call(H=640, Hv=640),
     "`is_causal`, `masks.Causal`, `masks.Window`": _always(
         mask=masks.Causal(align="bottom_right") & masks.Window(128, 0)
     ),

@@ -256,7 +256,7 @@ def test_variants_alike_have_names_of_their_own():
     ("text", "words"),
     [
         ("block_q=3", ["'block_q=3'", "unexpected keyword argument", "ForwardConfig("]),
-        ("stages=1", ["stages=1 must be at least 2", "whose fields may be changed"]),
+        ("stages=0", ["stages=0 must be at least 1", "whose fields may be changed"]),
         ("3", ["'3': it must be field=value"]),
         ("stages=", ["'stages='", "The table's choice"]),
     ],

@@ -14,7 +14,6 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.support import supports
-from pallas_fa.backends.record import NEVER_RUN
 from pallas_fa.problem import normalise
 from tests import oracle, test_backward_kernel, test_kernel_interpreted
 from tests.cases import Case
@@ -162,17 +161,16 @@ def test_head_dims_past_what_fits_are_refused(precision, H):
 # ---- the choice -----------------------------------------------------------------------------------------------------
 
 
-def test_only_who_names_the_kernels_gets_them():
-    """They were compiled for a GPU, and never ran on one."""
+def test_the_kernels_are_the_default_on_hopper():
     problem, _ = problem_of(BASE)
-    assert supports(problem, GPU).only_named == NEVER_RUN
-    assert choice.choose(problem, None).backend.name == "xla"
-    named = choice.choose(problem, ("mosaic_gpu", "xla"))
-    assert (named.backend.name, named.gradients.name, named.elsewhere.name) == ("mosaic_gpu", "mosaic_gpu", "xla")
-    q, k, v = BASE.inputs().qkv
-    assert f"mosaic_gpu: could, but only when named: {NEVER_RUN}" in pallas_fa.explain(q, k, v)
-    said = pallas_fa.explain(q, k, v, implementation="mosaic_gpu")
-    assert "2 bfloat16 parts each, for 3 products" in said and NEVER_RUN in said
+    for name in (None, ("mosaic_gpu", "xla")):
+        chosen = choice.choose(problem, name)
+        assert (chosen.backend.name, chosen.gradients.name, chosen.elsewhere.name) == (
+            "mosaic_gpu",
+            "mosaic_gpu",
+            "xla",
+        )
+    assert "2 bfloat16 parts each, for 3 products" in pallas_fa.explain(*BASE.inputs().qkv)
 
 
 @pytest.mark.parametrize(("H", "precision"), [(32, "high"), (64, "high"), (64, "highest"), (128, "high")])

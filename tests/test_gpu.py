@@ -32,6 +32,26 @@ WIDE_CASES = tuple(
         for mask, score in (("packed", "plain"), ("dense", "bias"), ("lengths", "soft_cap"), ("causal", "everything"))
     )
 )
+# Head dims past 256, whose tiles are cut into chunks.
+LARGE_CASES = tuple(
+    Case(T, S, mask, score, DTYPES[i % 2], N=4, K=2, H=H, Hv=Hv)
+    for i, (T, S, mask, score, H, Hv) in enumerate(
+        (
+            (1024, 1024, "causal", "plain", 512, 512),
+            (1000, 900, "full", "plain", 512, 512),
+            (333, 517, "dense", "bias", 512, 512),
+            (333, 517, "lengths", "soft_cap", 512, 512),
+            (512, 512, "packed", "everything", 512, 512),
+            (700, 900, "computed_blocks", "relative_bias_shared", 512, 512),
+            (333, 517, "bottom_right", "alibi", 264, 320),
+            (517, 333, "window_causal", "plain", 320, 64),
+            (600, 600, "blocks", "everything", 128, 512),
+            (300, 300, "causal", "plain", 300, 511),
+            (1, 1000, "full", "plain", 512, 512),
+            (7, 517, "lengths", "plain", 512, 384),
+        )
+    )
+) + (Case(333, 517, "causal", "plain", "bfloat16", N=4, K=2, H=512, Hv=512, dropout=0.3),)
 # Ids whose ranges come from blocks of them; all blocks add to one tile of dQ; tiles of dQ that nothing is added to.
 LONG_CASES = tuple(
     Case(T, S, mask, "plain", "bfloat16", N=4, K=2, H=H, Hv=H)
@@ -84,7 +104,9 @@ def poisoned_memory():
         jax.block_until_ready(jnp.full((size,), jnp.nan, jnp.float32)).delete()
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES + RELATIVE_CASES + DROPOUT_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", KERNEL_CASES + WIDE_CASES + LARGE_CASES + LONG_CASES + RELATIVE_CASES + DROPOUT_CASES, ids=str
+)
 def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 

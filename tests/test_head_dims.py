@@ -76,5 +76,5 @@ def test_explain_says_what_is_copied():
 
 
 def test_too_large_head_dims_are_refused_by_their_own_size():
-    q, v = (jax.ShapeDtypeStruct((1, 200, 2, dim), jnp.bfloat16) for dim in (257, 64))
-    assert "mosaic_gpu: cannot: head dim H=257; it takes at most 256" in pallas_fa.explain(q, q, v)
+    q, v = (jax.ShapeDtypeStruct((1, 200, 2, dim), jnp.bfloat16) for dim in (513, 64))
+    assert "mosaic_gpu: cannot: head dim H=513; it takes at most 512" in pallas_fa.explain(q, q, v)

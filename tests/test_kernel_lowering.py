@@ -192,7 +192,7 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
         ({"compute_wgs": 4}, "compute_wgs=4"),
         ({"block_kv": 72}, "block_kv=72"),
         ({"block_kv": 272}, "block_kv=272"),
-        ({"stages": 1}, "stages=1"),
+        ({"stages": 0}, "stages=0"),
         ({"l2_head_group": 0}, "l2_head_group=0"),
         ({"q_block_pairs": -1}, "q_block_pairs=-1"),
         ({"stream_k": -1}, "stream_k=-1"),

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper.backward import backward as hopper_backward
 from pallas_fa.backends.hopper.backward.table import BackwardFacts as HopperBackwardFacts
 from pallas_fa.backends.hopper.backward.table import backward_configs as hopper_backward_configs
 from pallas_fa.backends.hopper.config import Config as HopperConfig
 from pallas_fa.backends.hopper.forward import forward as hopper_forward
+from pallas_fa.backends.hopper.forward.plan import ForwardPlan as HopperForwardPlan
+from pallas_fa.backends.hopper.forward.scratch import on_gpu as hopper_forward_scratch
 from pallas_fa.backends.hopper.forward.table import ForwardFacts as HopperForwardFacts
 from pallas_fa.backends.hopper.forward.table import forward_configs as hopper_forward_configs
 from pallas_fa.backends.mma.backward import backward as mma_backward
@@ -44,8 +47,9 @@ class Call(NamedTuple):
 
 def calls(gpu: Gpu) -> Iterator[Call]:
     """Returns all calls for a GPU: those by mma.sync, and Hopper's where it is one."""
-    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
-        yield from _mma(gpu, head_dim, causal)
+    for head_dim, causal in itertools.product((64, 128, 256, 512), (False, True)):
+        if head_dim <= LARGEST_HEAD_DIM:
+            yield from _mma(gpu, head_dim, causal)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
 
@@ -99,6 +103,8 @@ def _hopper(gpu, head_dim, causal):
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
         problem = _problem(head_dim, causal, HopperConfig(forward=tiles))
+        if not fits(hopper_forward_scratch(HopperForwardPlan(problem, tiles)), gpu):
+            continue
         run = lambda q, k, v, problem=problem: hopper_forward.forward(problem, _operands(problem, q, k, v), gpu)
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)

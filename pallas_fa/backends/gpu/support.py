@@ -8,7 +8,7 @@ from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate
 
-LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM, LARGEST_WIDE_HEAD_DIM = 256, 512
 
 
 def why_not(problem: Problem, max_head_dim: int = LARGEST_HEAD_DIM) -> str | None:

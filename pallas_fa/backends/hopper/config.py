@@ -81,8 +81,8 @@ class ForwardConfig:
             raise ValueError(
                 f"block_kv={self.block_kv} must be a multiple of 16 from 64 to 256, which a matmul instruction takes."
             )
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages} must be at least 2, to load one tile while another is used.")
+        if self.stages < 1:
+            raise ValueError(f"stages={self.stages} must be at least 1.")
         if self.q_block_pairs < 0:
             raise ValueError(f"q_block_pairs={self.q_block_pairs} must be at least 0, for single query blocks.")
         if self.l2_head_group < 1:
@@ -131,6 +131,9 @@ class BackwardConfig:
         same tile of dQ serialise.
       by_tile: CTAs process the query heads of a tile before the next tile, where `Order.by_tile` says so; else head after
         head.
+      chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
+        through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
+        share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -144,6 +147,7 @@ class BackwardConfig:
     store_warps: int = 2
     stagger: int = 0
     by_tile: bool = False
+    chunk_slots: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
@@ -152,6 +156,10 @@ class BackwardConfig:
             raise ValueError(f"width={self.width} must be 64 or 128: two tiles of logits lie in registers.")
         if any(n not in (1, 2) for n in (*self.stages, self.ds_stages)):
             raise ValueError(f"stages={self.stages} and ds_stages={self.ds_stages} must be 1 or 2.")
+        if self.chunk_slots not in (0, 2, 4):
+            raise ValueError(f"chunk_slots={self.chunk_slots} must be 0, 2 or 4: a CTA has barriers for no more.")
+        if self.chunk_slots and self.stages[0] != self.stages[1]:
+            raise ValueError(f"stages={self.stages} must be equal with chunk_slots={self.chunk_slots}.")
         if self.store_warps not in (1, 2):
             raise ValueError(f"store_warps={self.store_warps} must be 1 or 2: a CTA has barriers for no more.")
         if self.stagger < 0:
@@ -165,9 +173,14 @@ class BackwardConfig:
         return 64
 
     @property
+    def row_groups(self) -> int:
+        """Groups of warpgroups that hold the same positions."""
+        return 1 if self.chunk_slots else self.compute_wgs
+
+    @property
     def block(self) -> int:
         """Stationary positions of a CTA."""
-        return self.rows * self.compute_wgs
+        return self.rows * self.row_groups
 
     @property
     def registers(self) -> tuple[int, int]:

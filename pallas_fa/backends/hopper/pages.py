@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.tiles import Tiles
+from pallas_fa.backends.hopper.tiles import OfChunk, Tiles, of_chunk
 from pallas_fa.operands.pages import Paged
 
 
@@ -38,7 +38,17 @@ def numbers(pages: Paged, table: Any, b: Any, rows: Any) -> list[Any]:
     return [jnp.clip(table[b, jnp.minimum(entry, last)], 0, pages.count - 1) for entry in entries]
 
 
-def load(tiles: Tiles, pages: Paged, gmem: Any, at: list[Any], rows: Any, head: Any, copied: Any, barrier: Any) -> None:
+def load(
+    tiles: Tiles,
+    pages: Paged,
+    gmem: Any,
+    at: list[Any],
+    rows: Any,
+    head: Any,
+    copied: Any,
+    barrier: Any | OfChunk,
+    column_part: Any = 0,
+) -> None:
     """Starts copying rows of one head into a tile; arrives on `barrier` once for each chunk of each box.
 
     Args:
@@ -49,12 +59,13 @@ def load(tiles: Tiles, pages: Paged, gmem: Any, at: list[Any], rows: Any, head: 
       rows: of the sequence, a `pl.ds`.
       head: of the pages.
       copied: TMA's view of the tile.
-      barrier: announces the tile.
+      barrier: announces the tile, or that of each chunk.
+      column_part: which part of the columns, where CTAs share them.
     """
     box = rows.size // len(at)
     first = lax.rem(rows.start, jnp.int32(pages.size)) if pages.size > box else 0
     for i, page in enumerate(at):
         for chunk in range(tiles.chunks):
-            place = page, pl.ds(first, box), head, tiles.columns(chunk)
+            place = page, pl.ds(first, box), head, tiles.columns(chunk, column_part)
             place = place if pages.layout == "PSKH" else (head, page, *place[1::2])
-            plgpu.copy_gmem_to_smem(gmem.at[place], copied.at[chunk, pl.ds(i * box, box)], barrier)
+            plgpu.copy_gmem_to_smem(gmem.at[place], copied.at[chunk, pl.ds(i * box, box)], of_chunk(barrier)(chunk))

@@ -39,7 +39,7 @@ _PARTS = {
 def why_not(problem: Problem) -> str | None:
     """Returns None if the matmuls can be made as the problem's precision says, with tiles that fit, else the reason."""
     if problem.dtype != jnp.float32:
-        return support.why_not(problem)
+        return support.why_not(problem, support.LARGEST_WIDE_HEAD_DIM)
     precision = f"precision={problem.precision}"
     if not all(each in _PARTS for each in _each(problem.precision)):
         return f"{precision}; it makes float32 products as BF16_BF16_F32_X3 and BF16_BF16_F32_X6 do"

@@ -7,10 +7,10 @@ import jax
 
 from pallas_fa.backends.gpu import head_dims
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.support import why_not_functions
+from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_functions
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.mla import support as mla
-from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, RUN_IN_PART, Support
 from pallas_fa.problem import Problem
 
 
@@ -27,12 +27,9 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    if problem.pages:
-        return Support(None, NO_GRADIENTS_OF_PAGES, _remark(problem, kernels, gpu), NEVER_RUN)
-    forward = problem.config and problem.config.forward
-    untried = products.parts_of(problem) > 1 or problem.dropout is not None or (forward and forward.stream_k)
-    only_named = NEVER_RUN if untried else None
-    return Support(None, why_no_backward(kernels, gpu), _remark(problem, kernels, gpu), only_named)
+    no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
+    only_named = RUN_IN_PART if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM else None
+    return Support(None, no_backward, _remark(problem, kernels, gpu), only_named)
 
 
 def _remark(problem, kernels, gpu):
@@ -83,6 +80,8 @@ def _config_reason(problem):
         forward = problem.config.forward
         if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
             return None
+        if forward.stream_k and max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
+            return f"config={problem.config!r} and a head dim past {LARGEST_HEAD_DIM}"
         if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
         if problem.dims.T > MOST_QUERIES:

@@ -5,11 +5,14 @@ Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes i
 so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
 [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
 Of an operand that is split (see `products`), the chunks of one part follow those of another.
+
+Where CTAs or warpgroups share the columns of an operand (`column_parts`), a tile has the columns of one of them. The
+head dim is rounded up to `multiple`, and columns past it are zeros.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.operands.layout import Layout, ordered
+
+OfChunk = Callable[[int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Tiles:
     interpret: bool
     in_chunks: bool = False
     parts: int = 1
+    column_parts: int = 1
+    multiple: int = 64
     swizzle_bytes: int = 128
 
     def summed_over(self, rows: int) -> "Tiles":
@@ -45,13 +52,13 @@ class Tiles:
 
     @property
     def padded_dim(self) -> int:
-        """The head dim rounded up to what the tensor cores take."""
-        return -(-self.dim // 64) * 64
+        """Columns of a tile: the head dim, or a part of it, rounded up to what the tensor cores take."""
+        return -(-self.dim // self.multiple) * self.multiple // self.column_parts
 
     @property
     def whole(self) -> bool:
         """Whether TMA copies the whole head dim at once."""
-        return self.length % 8 == 0 and self.dim % 64 == 0 and not self.in_chunks
+        return self.length % 8 == 0 and self.dim % self.multiple == 0 and not self.in_chunks
 
     @property
     def _one_view(self) -> bool:
@@ -80,7 +87,11 @@ class Tiles:
     def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""
         shape = (*lead, self.copies, rows, self.chunk)
-        matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzle_bytes))
+        matrix = plgpu.SMEM(
+            shape,
+            self.dtype,
+            transforms=swizzle(self.dtype, math.gcd(self.chunk * self.dtype.itemsize, self.swizzle_bytes)),
+        )
         if self._one_view:
             return (matrix,)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
@@ -97,26 +108,41 @@ class Tiles:
         """Returns TMA's view of what `scratch` gave."""
         return ref if self._one_view else ref[1]
 
-    def load(self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any) -> None:
-        """Starts copying rows of one head into a tile; arrives on `barrier` `copies` times."""
+    def load(
+        self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: "Any | OfChunk", column_part: Any = 0
+    ) -> None:
+        """Starts copying rows of one head into a tile; arrives on `barrier`, or on that of each chunk, `copies` times."""
+        barrier_of = of_chunk(barrier)
         for i in range(self.copies):
-            plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i), copied.at[i], barrier)
+            self.load_chunk(i, gmem, b, rows, head, copied.at[i], barrier_of(i), column_part)
 
-    def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any) -> None:
+    def load_chunk(
+        self, i: int, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any, column_part: Any = 0
+    ) -> None:
+        """Starts the copy of chunk i; arrives on `barrier` once."""
+        plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i, column_part), copied, barrier)
+
+    def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any, column_part: Any = 0) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
         for i in range(self.copies):
-            plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i))
+            plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i, column_part))
 
-    def _part(self, gmem, b, rows, head, i):
+    def _part(self, gmem, b, rows, head, i, column_part):
         part, chunk = divmod(i, self.chunks)
         if part:
             head = head + part * (gmem.shape[self.layout.index("N")] // self.parts)
-        return gmem.at[ordered(self.layout, (b, rows, head, self.columns(chunk)))]
+        return gmem.at[ordered(self.layout, (b, rows, head, self.columns(chunk, column_part)))]
 
-    def columns(self, chunk: int) -> Any:
+    def columns(self, chunk: int, column_part: Any = 0) -> Any:
         """Returns where the columns of a chunk lie."""
         # A traced start: Pallas refuses a static slice that reaches past the end, which TMA cuts.
-        return pl.ds(chunk * self.chunk + lax.mul(lax.axis_index(AXIS), jnp.int32(0)), self.chunk)
+        first = lax.mul(lax.axis_index(AXIS), jnp.int32(0)) if self.column_parts == 1 else column_part * self.padded_dim
+        return pl.ds(chunk * self.chunk + first, self.chunk)
+
+
+def of_chunk(barrier: "Any | OfChunk") -> OfChunk:
+    """Returns the function that has the barrier of each chunk."""
+    return barrier if callable(barrier) else lambda i: barrier
 
 
 def pieces(chunks: Sequence[Any], width: int) -> Iterator[Any]:

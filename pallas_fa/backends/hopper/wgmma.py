@@ -114,15 +114,15 @@ class Wgmma:
                 self.matmul(acc, left, smem.at[of_b * chunks + i], transpose_b=True)
         return len(pairs) * chunks
 
-    def weighted_sums(self, accs: Sequence[Any], weights: tuple[Any, ...], smem: Any) -> int:
-        """Issues acc += weights smem for each chunk of the head dim, which has an accumulator of its own.
+    def weighted_sums(self, accs: Sequence[Any], weights: tuple[Any, ...], smem: Any, first: Any = 0) -> int:
+        """Issues acc += weights smem for each chunk of the head dim from `first` on, which has an accumulator of its own.
 
         `weights`: the parts of an operand in registers. Returns how many matmuls these are.
         """
         pairs = products.pairs(self.parts)
         for i, acc in enumerate(accs):
             for of_weights, of_b in pairs:
-                self.matmul(acc, weights[of_weights], smem.at[of_b * len(accs) + i])
+                self.matmul(acc, weights[of_weights], smem.at[first + of_b * len(accs) + i])
         return len(pairs) * len(accs)
 
     def sum_of_products(self, acc: Any, a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -34,4 +34,6 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
     named = problem.config and problem.config.backward
     configs = (named,) if named else backward_configs(facts)
     plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
+    if len(kind.gives) > 1:
+        plans = [p for p in plans if not p.chunked]
     return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk.padded_dim)]

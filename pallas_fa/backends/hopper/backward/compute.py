@@ -11,7 +11,7 @@ from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.padding import zero_stationary
 from pallas_fa.backends.hopper.backward.step import skip, step
-from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
+from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup, on_first_part
 from pallas_fa.backends.hopper.tiles import pieces
 
 
@@ -26,8 +26,10 @@ def compute(w: Warpgroup) -> None:
     given = dict(qk=plan.tiles.stationary_qk) if kind.accumulates_qk else {}
     given |= dict(pv=plan.tiles.stationary_pv) if kind.accumulates_pv else {}
 
+    counts = {name: tiles.chunks // plan.column_parts for name, tiles in given.items()}
+
     def mainloop(*refs):
-        qk_count = given["qk"].chunks if "qk" in given else 0
+        qk_count = counts.get("qk", 0)
         accs = Accumulators(refs[:qk_count], refs[qk_count:])
         if plan.order.by_tile:
             _all_heads(w, accs)
@@ -37,39 +39,40 @@ def compute(w: Warpgroup) -> None:
 
     stand_ins, shapes = [], []
     for name, tiles in given.items():
-        shapes += [(64, tiles.chunk)] * tiles.chunks
+        shapes += [(64, tiles.chunk)] * counts[name]
         if plan.interpret:
-            stand_ins += [w.scratch[f"d_{name}_stand_in"].at[w.wg, i] for i in range(tiles.chunks)]
+            stand_ins += [w.scratch[f"d_{name}_stand_in"].at[w.wg, i] for i in range(counts[name])]
     results = list(w.wgmma.across_loops(mainloop, stand_ins, *shapes))
-    d_qk = [results.pop(0) for _ in range(given["qk"].chunks)] if "qk" in given else []
+    d_qk = [results.pop(0) for _ in range(counts.get("qk", 0))]
     _store(w, d_qk, results)
 
 
 def _store(w, d_qk, d_pv):
     """Stores the gradients of the stationary operands through their shared memory."""
     plan, block, stores = w.plan, w.block, []
-    if plan.splits:
+    if plan.splits or plan.column_parts > 1:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
     if d_pv:  # else no other warpgroup reads these rows
         d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
-        stores.append((*_stage(w, w.stationary_pv_name, d_pv), "dv"))
+        stores.append((*_stage(w, "stationary_pv", w.stationary_pv_name, d_pv), "dv"))
     if d_qk:
         if plan.dq and not plan.splits:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
-        staged = _stage(w, "stationary_qk", [x * plan.qk_scale for x in d_qk])
+        staged = _stage(w, "stationary_qk", "stationary_qk", [x * plan.qk_scale for x in d_qk])
         stores.append((*staged, "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
     for tiles, smem, gradient in stores:
-        copied = tiles.copied(smem).at[:, w.rows]
-        tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head)
+        first = w.column_part * tiles.chunks
+        copied = tiles.copied(smem).at[pl.ds(first, tiles.chunks) if plan.column_parts > 1 else slice(None), w.rows]
+        tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head, w.column_part)
 
 
-def _stage(w, name, chunks):
-    """Puts the gradient of a stationary operand into its shared memory; returns (tiles, that memory)."""
-    tiles, smem = w.plan.gradient_tiles(name), w.scratch[f"d_{name}_smem" if w.plan.splits else f"{name}_smem"]
-    matrix = tiles.matrix(smem)
+def _stage(w, operand, name, chunks):
+    """Puts the gradient of a stationary operand into the shared memory `name`; returns (tiles, that memory)."""
+    tiles, smem = w.plan.gradient_tiles(operand), w.scratch[f"d_{name}_smem" if w.plan.splits else f"{name}_smem"]
+    matrix, first = tiles.matrix(smem), w.column_part * tiles.chunks
     for i, x in enumerate(pieces(chunks, tiles.chunk)):
-        matrix[i, w.rows] = x.astype(tiles.dtype)
+        matrix[first + i, w.rows] = x.astype(tiles.dtype)
     return tiles, smem
 
 
@@ -133,7 +136,7 @@ def _head(w, n, done, accs):
     sums = run(visits.full_last, visits.last, True, sums)
     skip_all(visits.last, last)
     if sums:
-        _store_sums(w, n, sums)
+        on_first_part(w, lambda: _store_sums(w, n, sums))
     return done + (last - first)
 
 
@@ -142,8 +145,8 @@ def _store_sums(w, n, sums):
     summed = w.plan.score_gradients.summed
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in zip(summed, sums, strict=True):
-        w.scratch[f"gradient{i}_smem"][w.wg] = x
+        w.scratch[f"gradient{i}_smem"][w.row_group] = x
     plgpu.commit_smem()
     for i in summed:
         rows = pl.ds(w.start, 64)
-        plgpu.copy_smem_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.wg], w.gmem.summed[i].at[w.block.b, n, rows])
+        plgpu.copy_smem_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], w.gmem.summed[i].at[w.block.b, n, rows])

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.backward import work
+from pallas_fa.backends.hopper.backward import chunks, work
 from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
@@ -25,14 +25,19 @@ class Load:
 
     def run(self) -> None:
         """Loads everything, and waits until all slots of the rings are free."""
-        plan, stages = self.plan, self.plan.config.stages
+        plan = self.plan
         self._stationary("stationary_qk", "neg_lse")
-        steps = work.for_steps(plan, self.block, self.gmem.visit_table, self._step)
-        if plan.kind.accumulates_qk:
+        if plan.chunked and plan.kind.accumulates_qk:
+            self._stationary("stationary_pv", "delta")
+        step = self._step_of_chunks if plan.chunked else self._step
+        steps = work.for_steps(plan, self.block, self.gmem.visit_table, step)
+        if plan.kind.accumulates_qk and not plan.chunked:
             pl.when(steps == 0)(lambda: self._stationary("stationary_pv", "delta"))
-        for name, count in zip(("streamed_qk_free", "streamed_pv_free"), stages, strict=True):
-            for slot in range(count):  # every completed phase of a barrier is to be waited for before the CTA ends
-                pl.when(slot < steps)(lambda name=name, slot=slot: self.barriers[name].wait(slot))
+        for name, slots in zip(("qk", "pv"), plan.slots, strict=True):
+            uses = steps * self._tiles(f"streamed_{name}").chunks if plan.chunked and name == plan.in_ring else steps
+            for slot in range(slots):  # every completed phase of a barrier is to be waited for before the CTA ends
+                free = self.barriers[f"streamed_{name}_free"]
+                pl.when(slot < uses)(lambda free=free, slot=slot: free.wait(slot))
 
     def _step(self, tile, n, done):
         plan, c = self.plan, self.plan.config
@@ -47,6 +52,38 @@ class Load:
         pl.when(done >= c.stages[1])(lambda: self.barriers["streamed_pv_free"].wait(slots[1]))
         self._streamed("streamed_pv", "delta" if plan.kind.accumulates_qk else None, n, slots[1], streamed)
 
+    def _step_of_chunks(self, tile, n, done):
+        plan, c = self.plan, self.plan.config
+        slot = lax.rem(done, jnp.int32(c.stages[0]))
+        positions = pl.ds(tile * c.width, c.width)
+        for name, chunk in chunks.order(plan):
+            tiles, smem = self._tiles(f"streamed_{name}"), self.scratch[f"streamed_{name}_smem"]
+            ready, free = self.scratch[f"streamed_{name}_ready"], self.barriers[f"streamed_{name}_free"]
+            copied, source = tiles.copied(smem), getattr(self.gmem, f"streamed_{name}")
+            place = source, self.block.b, positions, self._streamed_head(n)
+            if name == plan.in_ring:
+                use, at = chunks.place_in_ring(plan, done, chunk)
+                pl.when(use >= c.chunk_slots)(lambda free=free, at=at: free.wait(at))
+                tiles.load_chunk(chunk, *place, copied.at[at, 0], ready.at[at])
+                continue
+            if chunk == 0:
+                pl.when(done >= c.stages[0])(lambda free=free: free.wait(slot))
+                self._beside(n, slot, positions)
+            tiles.load_chunk(chunk, *place, copied.at[slot, chunk], ready.at[slot * tiles.chunks + chunk])
+
+    def _beside(self, n, slot, positions):
+        """Loads row statistics and arrays of a step."""
+        plan = self.plan
+        statistics = ["neg_lse", *(["delta"] if plan.kind.accumulates_qk else [])] if plan.kind.keys_stationary else []
+        for name in statistics:
+            rows = getattr(self.gmem, name).at[self.block.b, n, positions]
+            _copy(rows, self.scratch[f"{name}_smem"].at[slot], self.scratch["beside_ready"].at[slot])
+        for a in plan.arrays.in_smem:
+            self._array(a, n, slot, positions, "beside_ready")
+
+    def _streamed_head(self, n):
+        return n if self.plan.kind.keys_stationary else lax.div(n, jnp.int32(self.plan.problem.group))
+
     def _stationary(self, name, statistic):
         tiles, ready, b, head = self._tiles(name), self.scratch[f"{name}_ready"], self.block.b, self.block.head
         copied = tiles.copied(self.scratch[f"{name}_smem"])
@@ -57,7 +94,7 @@ class Load:
 
     def _streamed(self, name, statistic, n, slot, positions):
         plan, tiles, b = self.plan, self._tiles(name), self.block.b
-        head = n if plan.kind.keys_stationary else lax.div(n, jnp.int32(plan.problem.group))
+        head = self._streamed_head(n)
         ready = self.scratch[f"{name}_ready"].at[slot]
         copied = tiles.copied(self.scratch[f"{name}_smem"])
         tiles.load(getattr(self.gmem, name), b, positions, head, copied.at[slot], ready)
@@ -68,12 +105,12 @@ class Load:
     def _tiles(self, name):
         return getattr(self.plan.tiles, name)
 
-    def _array(self, a, n, slot, streamed):
+    def _array(self, a, n, slot, streamed, ready="streamed_qk_ready"):
         array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"].at[slot]
         source, block = self.gmem.arrays[a].at[array.index(self.block.b, n)], self.block
-        ready = self.scratch["streamed_qk_ready"].at[slot]
+        ready = self.scratch[ready].at[slot]
         if array.kind != "tile":
             _copy(source.at[streamed if array.kind == "row" else self.stationary], smem, ready)
             return
-        for wg in range(self.plan.config.compute_wgs):
+        for wg in range(self.plan.config.row_groups):
             _copy(source.at[array.place(pl.ds(block.start + wg * 64, 64), streamed)], smem.at[wg], ready)

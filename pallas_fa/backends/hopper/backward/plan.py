@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
@@ -53,10 +53,38 @@ class BackwardPlan(BackwardCore):
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
         dtype, parts = products.operand_dtype(problem), products.parts_of(problem)
-        q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, parts=parts) for shape in shapes)
+        options: dict[str, Any] = dict(parts=parts)
+        if self.chunked:
+            options |= dict(in_chunks=True, multiple=64 * self.config.compute_wgs)
+        q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, **options) for shape in shapes)
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
         return self.kind.by_role(q, k, v, d_out)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether one streamed operand passes through a ring of chunks (see `chunks`)."""
+        return self.config.chunk_slots > 0
+
+    @property
+    def in_ring(self) -> str:
+        """Which one that is: it has no part in the gradient."""
+        return "pv" if self.kind.accumulates_qk else "qk"
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of the rings of `streamed_qk` and `streamed_pv`."""
+        c, ring = self.config, self.in_ring
+        qk, pv = (
+            c.chunk_slots if self.chunked and ring == name else stages
+            for name, stages in zip(("qk", "pv"), c.stages, strict=True)
+        )
+        return qk, pv
+
+    @property
+    def column_parts(self) -> int:
+        """Warpgroups that share the columns of a gradient."""
+        return self.config.compute_wgs // self.config.row_groups
 
     @property
     def splits(self) -> bool:
@@ -65,7 +93,8 @@ class BackwardPlan(BackwardCore):
 
     def gradient_tiles(self, name: str) -> Tiles:
         """Returns the tiles of the gradient of stationary operand `name`; they take the operand's shared memory."""
-        return dataclasses.replace(getattr(self.tiles, name), dtype=self.problem.dtype, parts=1)
+        tiles = getattr(self.tiles, name)
+        return dataclasses.replace(tiles, dtype=self.problem.dtype, parts=1, column_parts=self.column_parts)
 
     @functools.cached_property
     def padding(self) -> Padding:

@@ -11,23 +11,23 @@ from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
+from pallas_fa.backends.hopper.backward import chunks
+from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup, on_first_part
 from pallas_fa.backends.hopper.tma import add_to_gmem
 
 
 def probabilities(
-    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...]
+    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any = None
 ) -> tuple[Any, Any, tuple[Any, ...]]:
     """Returns (P, dS) as operands of matmuls, and `sums` plus the score's gradients of this tile.
 
-    An operand is a tuple of its parts, None where it is not needed.
+    An operand is a tuple of its parts, None where it is not needed. `done`: steps before, for operands in chunks.
 
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
     With a score, logits are scaled, scored and shifted in registers instead.
     """
     plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
     problem, shape, scale = plan.problem, (64, plan.config.width), plan.problem.scale
-    streamed_qk, streamed_pv = w.streamed_qk.at[slots.qk], w.streamed_pv.at[slots.pv]
 
     def statistic(name, slot):
         smem = w.scratch[f"{name}_smem"]
@@ -41,11 +41,14 @@ def probabilities(
             s_acc[...] = statistic("neg_lse", slots.qk)
         if kind.accumulates_qk:
             dp_acc[...] = statistic("delta", slots.pv)
-        of_rows = lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
-        wgmma.inner_products(s_acc, of_rows(w.stationary_qk), streamed_qk)
         issued = 0
-        if kind.accumulates_qk:
-            issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
+        if plan.chunked:
+            chunks.products(w, done, rows, slots.qk, {"qk": s_acc} | ({"pv": dp_acc} if kind.accumulates_qk else {}))
+        else:
+            of_rows = lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
+            wgmma.inner_products(s_acc, of_rows(w.stationary_qk), w.streamed_qk.at[slots.qk])
+            if kind.accumulates_qk:
+                issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), w.streamed_pv.at[slots.pv])
         s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
@@ -74,13 +77,17 @@ def _plus_gradients(w, at, gradients, sums):
     sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
     if not scores.added:
         return sums
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i in scores.added:
-        w.scratch[f"gradient{i}_smem"][w.wg] = by_array[i]
-    plgpu.commit_smem()
-    for i in scores.added:
-        target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
-        add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.wg], target, plan.interpret)
+
+    def add():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in scores.added:
+            w.scratch[f"gradient{i}_smem"][w.row_group] = by_array[i]
+        plgpu.commit_smem()
+        for i in scores.added:
+            target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
+            add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target, plan.interpret)
+
+    on_first_part(w, add)
     return sums
 
 
@@ -88,5 +95,5 @@ def _array(w, i, slot):
     """The part of array i in a tile of this warpgroup, from slot `slot` of its ring."""
     array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"].at[slot]
     if array.kind != "row":
-        smem = smem.at[w.wg if array.kind == "tile" else pl.ds(w.wg * 64, 64)]
+        smem = smem.at[w.row_group if array.kind == "tile" else pl.ds(w.row_group * 64, 64)]
     return array.load(smem, (64, w.plan.config.width), TILE)

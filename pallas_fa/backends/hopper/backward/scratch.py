@@ -1,5 +1,6 @@
 """Shared memory and barriers of a pass of the backward kernel."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -44,12 +45,12 @@ def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarr
 
 
 def _parties(plan):
-    c, wgs = plan.config, plan.config.compute_wgs
+    wgs = plan.config.compute_wgs
     ring = functools.partial(Parties, arrivals=wgs, arriving=WARPGROUP, waiting=WARP)
     parties = dict(
         wgs_meet=Parties(1, arrivals=wgs, arriving=WARPGROUP, waiting=0, meeting=True),
-        streamed_qk_free=ring(c.stages[0]),
-        streamed_pv_free=ring(c.stages[1]),
+        streamed_qk_free=ring(plan.slots[0]),
+        streamed_pv_free=ring(plan.slots[1]),
     )
     if plan.dq:
         parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
@@ -59,7 +60,7 @@ def _parties(plan):
 
 def _arrays(plan):
     c, stages = plan.config, plan.config.stages[0]
-    lead = lambda array: (stages, c.compute_wgs) if array.kind == "tile" else (stages,)
+    lead = lambda array: (stages, c.row_groups) if array.kind == "tile" else (stages,)
     rows = lambda array: 64 if array.kind == "tile" else c.block
     return {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
@@ -95,7 +96,7 @@ def _swizzled(shape, dtype):
 
 
 def _score_gradients(plan):
-    wgs, width = plan.config.compute_wgs, plan.config.width
+    wgs, width = plan.config.row_groups, plan.config.width
     memory = {i: plgpu.SMEM((wgs, 64), _F32) for i in plan.score_gradients.summed}
     memory |= {i: _swizzled((wgs, 64, width), _F32) for i in plan.score_gradients.added}
     return {f"gradient{i}_smem": memory[i] for i in sorted(memory)}
@@ -105,8 +106,11 @@ def _operands(plan):
     c, kind, tiles = plan.config, plan.kind, plan.tiles
     # A ring's barrier also counts the copies of statistics and arrays that come with each tile.
     statistic = int(kind.keys_stationary)
-    arrays = sum(c.compute_wgs if plan.arrays[i].kind == "tile" else 1 for i in plan.arrays.in_smem)
-    scratch = dict(
+    arrays = sum(c.row_groups if plan.arrays[i].kind == "tile" else 1 for i in plan.arrays.in_smem)
+    if plan.chunked:
+        streamed = _chunks(plan, (1 + kind.accumulates_qk) * statistic + arrays)
+        return streamed | _held(plan) | {"neg_lse_smem": _statistic(plan, c.stages[0])}
+    streamed = dict(
         streamed_qk_ready=plgpu.Barrier(
             num_arrivals=tiles.streamed_qk.copies + statistic + arrays, num_barriers=c.stages[0]
         ),
@@ -115,21 +119,46 @@ def _operands(plan):
             num_arrivals=tiles.streamed_pv.copies + (statistic if kind.accumulates_qk else 0), num_barriers=c.stages[1]
         ),
         streamed_pv_smem=tiles.streamed_pv.scratch(c.stages[1], rows=c.width),
+    )
+    return streamed | _held(plan) | {"neg_lse_smem": _statistic(plan, c.stages[0])}
+
+
+def _chunks(plan, beside):
+    """Of streamed operands of which one passes through a ring of chunks, with so many copies of what comes beside them."""
+    c, scratch = plan.config, {}
+    for name, slots in zip(("qk", "pv"), plan.slots, strict=True):
+        tiles = getattr(plan.tiles, f"streamed_{name}")
+        barriers = slots if name == plan.in_ring else slots * tiles.chunks
+        scratch[f"streamed_{name}_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=barriers)
+        one = dataclasses.replace(tiles, dim=64, multiple=64) if name == plan.in_ring else tiles
+        scratch[f"streamed_{name}_smem"] = one.scratch(slots, rows=c.width)
+    if beside:
+        scratch["beside_ready"] = plgpu.Barrier(num_arrivals=beside, num_barriers=c.stages[0])
+    return scratch
+
+
+def _held(plan):
+    """Of the stationary operands."""
+    kind, tiles = plan.kind, plan.tiles
+    statistic = int(kind.keys_stationary)
+    scratch = dict(
         stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.copies + 1 - statistic),
         stationary_qk_smem=_stationary(plan, "stationary_qk"),
     )
     if kind.accumulates_qk:
         scratch["stationary_pv_ready"] = plgpu.Barrier(num_arrivals=tiles.stationary_pv.copies + 1 - statistic)
-    if kind.accumulates_qk or tiles.stationary_pv != tiles.stationary_qk:
+    if kind.accumulates_qk or (tiles.stationary_pv != tiles.stationary_qk and not plan.chunked):
         # Where it is not read, dV only passes through it on its way out.
         scratch["stationary_pv_smem"] = _stationary(plan, "stationary_pv")
-    return scratch | {"neg_lse_smem": _statistic(plan, c.stages[0])}
+    return scratch
 
 
 def _stationary(plan, name):
     tiles, rows = getattr(plan.tiles, name), plan.config.block
     if plan.splits and not plan.interpret:
         return tiles.scratch_with(plan.gradient_tiles(name), rows=rows)
+    if plan.chunked and not plan.kind.accumulates_qk:  # dV passes through it, in chunks alike
+        tiles = max(tiles, plan.tiles.stationary_pv, key=lambda tiles: tiles.chunks)
     return tiles.scratch(rows=rows)
 
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
+from pallas_fa.backends.hopper.backward import chunks
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
 from pallas_fa.backends.hopper.backward.probabilities import probabilities
@@ -21,6 +22,8 @@ from pallas_fa.backends.hopper.tma import fence_async_proxy
 def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Accumulators) -> tuple[Any, ...]:
     """Adds one tile to the accumulators, to `sums` (returned) and, through memory, to dQ. `done`: steps before."""
     plan, wgmma = w.plan, w.wgmma
+    if plan.chunked:
+        return _step_of_chunks(w, at, done, sums, accs)
     wg = opaque(w.wg, plan.interpret)
     rows = pl.ds(wg * 64, 64)
     slots = w.wait_for_tile(done)
@@ -51,6 +54,29 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
+    return sums
+
+
+def _step_of_chunks(w, at, done, sums, accs):
+    """As `step`, where the logits' products take chunk after chunk."""
+    plan, wgmma = w.plan, w.wgmma
+    again = lambda x: opaque(jnp.int32(x), plan.interpret)
+    slot = again(lax.rem(done, jnp.int32(plan.config.stages[0])))
+    rows, slots = pl.ds(again(w.row_group) * 64, 64), Slots(slot, slot)
+    if "beside_ready" in w.scratch:
+        plgpu.barrier_wait(w.scratch["beside_ready"].at[slot])
+    p, ds, sums = probabilities(w, at, rows, slots, sums, done)
+    chunks.wait_for_whole_tile(w, slot)
+    if plan.padding.streamed and at.is_boundary:
+        w.barriers["wgs_meet"].wait()  # no warpgroup reads the tile for its logits any more
+        zero_streamed(w, at, slots)
+    for name, weights in (("pv", p), ("qk", ds)):
+        of_operand = getattr(accs, name)
+        if of_operand:
+            first = again(w.first_chunk(of_operand))
+            wgmma.weighted_sums(of_operand, weights, getattr(w, f"streamed_{name}").at[slot], first)
+    wgmma.wait(0)
+    (w.release_pv if plan.in_ring == "qk" else w.release_qk)(slots)
     return sums
 
 

@@ -88,6 +88,10 @@ _LARGE = (
     BackwardConfig(1, 64, (1, 1)),
 )
 
+_CHUNKED = tuple(
+    BackwardConfig(2, 64, (stages, stages), chunk_slots=slots) for stages, slots in ((2, 4), (1, 4), (1, 2))
+)
+
 TILES = Table(
     "backward/tiles",
     *(
@@ -108,7 +112,7 @@ TILES = Table(
     # Past 128, only one gradient of a pass fits a warpgroup's registers.
     Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
     Row(Choice((), {}, _LARGE), **_H256),
-    Row(Choice((), {}, ())),
+    Row(Choice((), {}, _CHUNKED), "backward/wide-heads"),
 )
 
 

@@ -35,7 +35,9 @@ class Warpgroup:
     def __init__(self, plan: BackwardPlan, block: Block, wg: Any, gmem: Refs, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.wgmma, self.barriers = Wgmma(plan.interpret, plan.tiles.stationary_qk.parts), barriers(plan, scratch)
-        self.rows = pl.ds(wg * 64, 64)  # this warpgroup's rows of the block
+        # Which rows of the block it has, and which part of the columns of a gradient.
+        self.row_group, self.column_part = (0, wg) if plan.chunked else (wg, 0)
+        self.rows = pl.ds(self.row_group * 64, 64)
         matrix = lambda name: getattr(plan.tiles, name).matrix(scratch[f"{name}_smem"])
         self.stationary_qk, self.streamed_qk, self.streamed_pv = map(
             matrix, ("stationary_qk", "streamed_qk", "streamed_pv")
@@ -44,10 +46,14 @@ class Warpgroup:
         self.stationary_pv_name = "stationary_pv" if "stationary_pv_smem" in scratch else "stationary_qk"
         self.stationary_pv = matrix(self.stationary_pv_name)
 
+    def first_chunk(self, accs: Any) -> Any:
+        """Returns the first of the chunks whose gradients are `accs`."""
+        return self.column_part * len(accs)
+
     @property
     def start(self) -> Any:
         """This warpgroup's first stationary position."""
-        return self.block.start + self.wg * 64
+        return self.block.start + self.row_group * 64
 
     def wait_for_tile(self, done: Any) -> Slots:
         """Returns the slots of the tile of step `done`, once both operands are there."""
@@ -80,3 +86,11 @@ class Warpgroup:
         """Returns the arrays without positions, by number, for query head n."""
         arrays = self.plan.arrays
         return {i: self.gmem.arrays[i][arrays[i].index(self.block.b, n)] for i in arrays.of_kind("scalar")}
+
+
+def on_first_part(w: Warpgroup, body: Any) -> None:
+    """Calls body() in one of the warpgroups that hold the same positions."""
+    if w.plan.column_parts > 1:
+        pl.when(w.column_part == 0)(body)
+    else:
+        body()

@@ -13,7 +13,7 @@ from pallas_fa.problem import Problem
 
 MOST_QUERIES = 16
 # Evidence: decode/kv-splits.
-_TILES = ForwardConfig(1, 64, stages=3, pin_softmax=False), ForwardConfig(1, 64, pin_softmax=False)
+_TILES = tuple(ForwardConfig(1, 64, stages, pin_softmax=False) for stages in (3, 2, 1))
 _MOST_SPLITS = 64
 # In key blocks: what a CTA takes beside its steps, and what one more part takes to merge.
 _CTA_START, _MERGE = 4, 0.1

@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.gpu.schedule import is_equal
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import epilogue, work
@@ -34,7 +35,8 @@ class Compute:
         self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
         self.k = plan.tiles.k.matrix(scratch["k_smem"])
         self.values = [(part, part.tiles.matrix(scratch[f"{part.name}_smem"])) for part in plan.value_rows]
-        self.q = work.of_queries(block, plan.tiles.q.matrix(scratch["q_smem"])).at[wg]
+        self.q_smem = work.of_queries(block, plan.tiles.q.matrix(scratch["q_smem"]))
+        self.q = self.q_smem.at[wg]
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
@@ -75,13 +77,42 @@ class Compute:
         self._wait_to_issue()
         self._let_next_issue()
         slot = self._slot(i)
-        for name in ("k", "v"):
-            plgpu.barrier_wait(self.scratch[f"{name}_ready"].at[slot])
-            plgpu.barrier_arrive(self.scratch[f"{name}_free"].at[slot])
+        for name, pieces in (("k", self._k_pieces(slot)), ("v", [slot])):
+            for piece in pieces:
+                plgpu.barrier_wait(self.scratch[f"{name}_ready"].at[piece])
+                plgpu.barrier_arrive(self.scratch[f"{name}_free"].at[piece])
         if self.plan.arrays.streamed:
             slot = self.logits.array_slot(i)
             plgpu.barrier_wait(self.scratch["arrays_ready"].at[slot])
             plgpu.barrier_arrive(self.scratch["arrays_free"].at[slot])
+
+    def _k_pieces(self, slot):
+        """Returns the numbers of the barriers of the pieces of a tile of keys."""
+        count = self.plan.k_pieces
+        return [slot * count + piece for piece in range(count)] if count > 1 else [slot]
+
+    def _issue_products(self, x_acc, slot):
+        """Issues Q K^T of the keys in a slot, each piece once it is there; the first is."""
+        _, *others = self._k_pieces(slot)
+        if not others:
+            self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
+            return
+        again = lambda x: opaque(x, self.plan.interpret)
+        q, k = self.q_smem.at[again(self.wg)], self.k.at[again(slot)]
+        for i, piece in enumerate([None, *others]):
+            if piece is not None:
+                plgpu.barrier_wait(self.scratch["k_ready"].at[piece])
+            self.wgmma.matmul(x_acc, q.at[i], k.at[i], transpose_b=True)
+
+    def _products(self, x_acc, slot, issued):
+        """Returns Q K^T, and releases the keys, each piece once it is used. `issued`: matmuls issued later."""
+        *others, last = self._k_pieces(slot)
+        for i, piece in enumerate(others):
+            self.wgmma.wait(issued + len(others) - i)
+            plgpu.barrier_arrive(self.scratch["k_free"].at[piece])
+        x = self.wgmma.result(x_acc, in_flight=issued)
+        plgpu.barrier_arrive(self.scratch["k_free"].at[last])
+        return x
 
     def _release_queries(self):
         if self.plan.several_blocks:
@@ -89,7 +120,7 @@ class Compute:
 
     def _attend(self):
         """The prologue, the mainloop (boundary blocks, full blocks, boundary blocks) and the epilogue."""
-        if self.plan.config.q_in_registers:
+        if self.plan.config.q_in_registers and not self.plan.wide:
             self.q = self.wgmma.left_operand(self.q)
         steps = self.steps
         carry = self._first_step(steps.first, not steps.starts_full)
@@ -110,16 +141,15 @@ class Compute:
         The factor is what the accumulators are to be multiplied by; None where a step leaves nothing to be done.
         """
         plan, scratch, slot, visited = self.plan, self.scratch, self._slot(i), self.logits.visited(i)
-        plgpu.barrier_wait(scratch["k_ready"].at[slot])
+        plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(slot)[0]])
         self._wait_to_issue()
 
         def first_products(x_acc):
-            self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
+            self._issue_products(x_acc, slot)
             self._let_next_issue()
-            return self.wgmma.result(x_acc, in_flight=0)
+            return self._products(x_acc, slot, issued=0)
 
         x = self.wgmma.scoped(first_products, (64, plan.config.block_kv))
-        plgpu.barrier_arrive(scratch["k_free"].at[slot])
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
         per_query = TILE.reduce(1)
@@ -145,7 +175,7 @@ class Compute:
         k_slot, v_slot, visited = self._slot(i), self._slot(i - 1), self.logits.visited(i)
 
         def matmuls(x_acc):
-            self.wgmma.inner_products(x_acc, self.q, self.k.at[k_slot])
+            self._issue_products(x_acc, k_slot)
             like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
             like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
             # Without the barrier, the compiler rescales before Q K^T is issued.
@@ -156,15 +186,14 @@ class Compute:
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             issued = self._weighted_sums(accs, p, v_slot)
             self._let_next_issue()
-            x = self.wgmma.result(x_acc, in_flight=issued)
-            plgpu.barrier_arrive(scratch["k_free"].at[k_slot])
+            x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, self._dropped(p_i, i, visited), *of_max
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[0]
             return results
 
-        plgpu.barrier_wait(scratch["k_ready"].at[k_slot])
+        plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(k_slot)[0]])
         self._wait_to_issue()
         acc, (l, p, *new_max) = self.wgmma.scoped(matmuls, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])

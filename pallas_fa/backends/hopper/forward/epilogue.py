@@ -1,5 +1,7 @@
 """The end of a query block in the forward kernel: the division by the row sums, and the stores."""
 
+import functools
+import operator
 from typing import Any
 
 from jax import lax
@@ -39,13 +41,16 @@ def store(
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()
     b, n, row = result_place(plan, block, wg)
-    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, b, pl.ds(row, 64), n)
+    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, b, pl.ds(row, 64), n, block.column_part)
     lse_rows = gmem.lse.at[b, n, pl.ds(row, 64)]
     store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[wg], lse_rows)
-    if plan.skips_steps or gmem.lse.shape[2] % plan.config.block_q == 0:
+    conditions = [block.column_part == 0] if plan.column_parts > 1 else []
+    if not (plan.skips_steps or gmem.lse.shape[2] % plan.config.block_q == 0):
+        conditions.append(t0 < plan.problem.dims.T)  # past the end lie the rows of the next head
+    if conditions:
+        pl.when(functools.reduce(operator.and_, conditions))(store_lse)
+    else:
         store_lse()
-    else:  # past the end lie the rows of the next head
-        pl.when(t0 < plan.problem.dims.T)(store_lse)
 
 
 def times_rows(chunks: tuple[Any, ...], factor: Any) -> tuple[Any, ...]:

@@ -27,23 +27,62 @@ class Load:
         if not plan.several_blocks:
             self._queries()
         steps = work.steps_of(plan, block, self.gmem.visit_table)
-        pl.loop(0, steps.end)(functools.partial(self._step, steps))
+        if plan.wide:
+            pl.loop(0, steps.end + 1)(functools.partial(self._step_of_pieces, steps))
+        else:
+            pl.loop(0, steps.end)(functools.partial(self._step, steps))
         return steps.end, work.array_steps(plan, steps, steps.end)
 
     def _step(self, steps, i):
-        plan, scratch = self.plan, self.scratch
+        keys, at = self._rows_of_keys(steps, i)
+        self._keys(i, keys, at)
+        self._arrays_of_step(steps, i, keys)
+        self._values(i, keys, at)
+
+    def _step_of_pieces(self, steps, i):
+        """Keys of step i, before the values of the step before, which are used, and released, later than these keys."""
+        before = i - 1
+        pl.when(i < steps.end)(lambda: self._keys(i, *self._rows_of_keys(steps, i)))
+        pl.when(i > 0)(lambda: self._values(before, *self._rows_of_keys(steps, before)))
+        # After these values: what is computed before it releases arrays may wait for them.
+        pl.when(i < steps.end)(lambda: self._arrays_of_step(steps, i, self._rows_of_keys(steps, i)[0]))
+
+    def _slot(self, i):
         step = self.block.done + i
-        slot = lax.rem(step, plan.config.stages)
-        keys = pl.ds(steps.key_block(i) * plan.config.block_kv, plan.config.block_kv)
-        at = self._pages(keys)  # before the wait, so that it hides the latency of the table
-        wait_free(plan, step, slot, scratch["k_free"])
-        self._keys_or_values("k", keys, at, slot, scratch["k_ready"].at[slot])
+        return step, lax.rem(step, self.plan.config.stages)
+
+    def _rows_of_keys(self, steps, i):
+        """Returns (rows of the key block of step i, their pages)."""
+        keys = pl.ds(steps.key_block(i) * self.plan.config.block_kv, self.plan.config.block_kv)
+        return keys, self._pages(keys)  # before the wait, so that it hides the latency of the table
+
+    def _keys(self, i, keys, at):
+        plan, scratch = self.plan, self.scratch
+        step, slot = self._slot(i)
+        if plan.k_pieces == 1:
+            wait_free(plan, step, slot, scratch["k_free"])
+            self._keys_or_values("k", keys, at, slot, scratch["k_ready"].at[slot])
+        else:
+
+            @functools.cache  # a tile of several pages asks for it several times
+            def ready(piece):
+                wait_free(plan, step, slot * plan.k_pieces + piece, scratch["k_free"])
+                return scratch["k_ready"].at[slot * plan.k_pieces + piece]
+
+            self._keys_or_values("k", keys, at, slot, ready)
         if plan.several_blocks:  # after the first keys, which need not wait for the end of the block before
             pl.when(i == 0)(self._next_queries)
+
+    def _arrays_of_step(self, steps, i, keys):
+        plan = self.plan
         if plan.arrays.streamed and plan.score_streams:
             self._arrays(steps, i, keys)
         elif plan.arrays.streamed:
             pl.when(steps.is_boundary(i))(lambda: self._arrays(steps, i, keys))
+
+    def _values(self, i, keys, at):
+        plan, scratch = self.plan, self.scratch
+        step, slot = self._slot(i)
         wait_free(plan, step, slot, scratch["v_free"])
         load_v = functools.partial(self._keys_or_values, "v", keys, at, slot)
         if not plan.zeroes_padding:
@@ -60,18 +99,18 @@ class Load:
 
     def _keys_or_values(self, name, rows, at, slot, ready):
         tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
-        held = self.plan.problem.pages
+        held, column_part = self.plan.problem.pages, self.block.column_part if name == "v" else 0
         if held is None and name == "v":
             for part in self.plan.value_rows:
                 there = pl.ds(rows.start + part.first, part.count)
                 smem = self.smem[part.name].at[slot]
-                part.tiles.load(gmem, self.block.b, there, self.kv_head, smem, ready)
+                part.tiles.load(gmem, self.block.b, there, self.kv_head, smem, ready, column_part)
             return
         if held is None:
-            tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready)
+            tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part)
             return
         head = self.kv_head if held.interleaved is None else 2 * self.kv_head + (name == "v")
-        pages.load(tiles, held, gmem, at, rows, head, smem, ready)
+        pages.load(tiles, held, gmem, at, rows, head, smem, ready, column_part)
 
     def _queries(self):
         plan, block = self.plan, self.block
@@ -118,10 +157,11 @@ def wait_free(plan: ForwardPlan, step: Any, slot: Any, free: Any) -> None:
 
 def drain(plan: ForwardPlan, done: Any, arrays_done: Any, gmem: Any, scratch: dict[str, Any]) -> None:
     """Waits for every completed phase of a barrier that no step waited for: each must be, before the CTA ends."""
-    rings = [("k_free", done), ("v_free", done), *([("arrays_free", arrays_done)] if plan.arrays.streamed else [])]
-    for name, count in rings:
-        for slot in range(plan.config.stages):
-            pl.when(slot < count)(lambda name=name, slot=slot: plgpu.barrier_wait(scratch[name].at[slot]))
+    rings = [("k_free", done, plan.k_pieces), ("v_free", done, 1)]
+    rings += [("arrays_free", arrays_done, 1)] if plan.arrays.streamed else []
+    for name, count, pieces in rings:
+        for i in range(plan.config.stages * pieces):
+            pl.when(i // pieces < count)(lambda name=name, i=i: plgpu.barrier_wait(scratch[name].at[i]))
     if plan.stream_k:
         segments = plan.stream_k.segments(gmem.share_table)
         for slot in range(plan.q_stages):

@@ -10,6 +10,7 @@ from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.gpu.stream_k import StreamK
+from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
@@ -48,6 +49,21 @@ class ForwardPlan(ForwardCore):
         """The layout of queries and output."""
         return "BNTH" if self.rows_first else self.problem.layout
 
+    @property
+    def wide(self) -> bool:
+        """Whether a tile of each operand is more than shared memory and registers hold (evidence: forward/wide-heads)."""
+        return max(self.problem.H, self.problem.Hv) > LARGEST_HEAD_DIM
+
+    @property
+    def column_parts(self) -> int:
+        """CTAs that share the columns of the output of a query block; each computes all of its logits."""
+        return -(-self.problem.Hv // LARGEST_HEAD_DIM)
+
+    @property
+    def k_pieces(self) -> int:
+        """Pieces of a tile of keys that are loaded, used and released one by one: its chunks, or all of it."""
+        return self.tiles.k.chunks if self.wide else 1
+
     @functools.cached_property
     def tiles(self) -> OperandTiles:
         """The tiles of the operands."""
@@ -56,10 +72,12 @@ class ForwardPlan(ForwardCore):
         layouts = self.query_layout, problem.layout, problem.layout, self.query_layout
         parts, dtype = products.parts_of(problem), products.operand_dtype(problem)
         q, k, v, out = (
-            Tiles(*shape, dtype, layout, self.interpret, parts=parts)
+            Tiles(*shape, dtype, layout, self.interpret, in_chunks=self.wide, parts=parts)
             for shape, layout in zip(shapes, layouts, strict=True)
         )
         out = dataclasses.replace(out, dtype=problem.dtype, parts=1)
+        column_parts = dict(column_parts=self.column_parts, multiple=64 * self.column_parts)
+        v, out = (dataclasses.replace(x, **column_parts) for x in (v, out))
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         v = v.summed_over(self.config.block_kv)
         if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
@@ -101,7 +119,7 @@ class ForwardPlan(ForwardCore):
         """The CTAs of the kernel."""
         dims, is_masked = self.problem.dims, self.problem.mask is not None
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
-        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits, group)
+        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
 
     @functools.cached_property
     def stream_k(self) -> StreamK | None:
@@ -157,7 +175,10 @@ class ForwardPlan(ForwardCore):
     @property
     def separate_out(self) -> bool:
         """Whether the output has shared memory of its own, or takes that of the queries."""
-        return self.several_blocks or self.tiles.out != self.tiles.q
+        q, out = self.tiles.q, self.tiles.out
+        if self.wide:  # chunks are alike, and there may be more of those of queries than needed
+            return self.several_blocks or (out.chunk, out.dtype) != (q.chunk, q.dtype) or out.copies > q.copies
+        return self.several_blocks or out != q
 
     @property
     def out_over_q(self) -> bool:

@@ -37,8 +37,11 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         copies = sum(c.compute_wgs if arrays[i].kind == "tile" else 1 for i in streamed)
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
         scratch["arrays_ready"] = ring(num_arrivals=copies)
-    scratch["k_free"] = ring(num_arrivals=c.compute_wgs)
-    scratch["k_ready"] = ring(num_arrivals=plan.tiles.k.copies * plan.boxes)
+    pieces = c.stages * plan.k_pieces
+    scratch["k_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=pieces)
+    scratch["k_ready"] = plgpu.Barrier(
+        num_arrivals=plan.tiles.k.copies // plan.k_pieces * plan.boxes, num_barriers=pieces
+    )
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
     if plan.separate_out and not plan.out_over_q:

@@ -37,6 +37,7 @@ _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
+_WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
 def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
@@ -69,7 +70,8 @@ TILES = Table(
     Row(_two_warpgroups(q_in_registers=True, l2_head_group=8), "forward/queries-in-registers", **_H128, uniform=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=8), **_H192),
-    Row(_SMALL),
+    Row(_SMALL, head_dim=up_to(256), value_dim=up_to(256)),
+    Row(_WIDE, "forward/wide-heads"),
 )
 
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.

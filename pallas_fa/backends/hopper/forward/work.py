@@ -16,13 +16,15 @@ from pallas_fa.backends.hopper.forward.plan import Q_STAGES, ForwardPlan
 class QueryBlock(NamedTuple):
     """A query block of one head: batch entry, query head, its number, its first query (negative in front padding).
 
-    `part`: which part of its keys; `segment`: which of its visits, with stream-K.
+    `part`: which part of its keys; `column_part`: which part of the output's columns; `segment`: which of its visits, with
+    stream-K.
     `done`, `arrays_done`: how many steps, and steps that used streamed arrays, this CTA did for blocks before.
     """
 
     b: Any
     n: Any
     part: Any
+    column_part: Any
     number: Any
     t0: Any
     segment: Segment | None
@@ -38,16 +40,23 @@ def for_blocks(plan: ForwardPlan, gmem: Any, role: Callable[[QueryBlock], tuple[
         of_segment = lambda segment, *done: role(_block(plan, segment.unit, segment, *done))
         return plan.stream_k.for_segments(gmem.share_table, visits_of, of_segment)
     at, splits = plan.grid.place(), plan.config.kv_splits
-    cta, part = quotient_and_remainder(at.cta, splits) if splits > 1 else (at.cta, 0)
-    one = lambda number, *done: role(QueryBlock(at.b, at.head, part, number, plan.blocks.start(number), None, *done))
+    cta, column_part = _split(at.cta, plan.column_parts)
+    cta, part = _split(cta, splits)
+    one = lambda number, *done: role(
+        QueryBlock(at.b, at.head, part, column_part, number, plan.blocks.start(number), None, *done)
+    )
     return plan.blocks.for_each(cta, one)
+
+
+def _split(x, count):
+    return quotient_and_remainder(x, count) if count > 1 else (x, 0)
 
 
 def _block(plan, unit, segment, *done):
     """The query block that is unit `unit` of stream-K."""
     rest, number = quotient_and_remainder(unit, plan.blocks.count)
     b, n = quotient_and_remainder(rest, plan.problem.dims.N)
-    return QueryBlock(b, n, 0, number, plan.blocks.start(number), segment, *done)
+    return QueryBlock(b, n, 0, 0, number, plan.blocks.start(number), segment, *done)
 
 
 def result_place(plan: ForwardPlan, block: QueryBlock, wg: Any) -> tuple[Any, Any, Any]:

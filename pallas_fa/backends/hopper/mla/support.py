@@ -2,7 +2,7 @@
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import why_not
-from pallas_fa.backends.record import NEVER_RUN, Support
+from pallas_fa.backends.record import Support
 from pallas_fa.problem import Problem
 
 _H, _HV = 576, 512
@@ -18,7 +18,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     splits = MlaPlan.of(problem, gpu).kv_splits
     remark = f"the keys are in {splits} parts" if splits > 1 else None
-    return Support(None, "its kernel for latent attention is for inference", remark, NEVER_RUN)
+    return Support(None, "its kernel for latent attention is for inference", remark)
 
 
 def _why_no_forward(problem, gpu):

@@ -32,7 +32,6 @@ TILES = Table(
     Row((BackwardConfig(2, 64, 64), BackwardConfig(2, 64, 32), *_SMALL), **_H128, gives=_KEYS, **_LARGE),
     Row((BackwardConfig(1, 128, 32, stages=1), *_SMALL), **_H128, gives=_QUERIES, **_LARGE),
     Row((BackwardConfig(2, 64, 32), *_SMALL), **_H128),
-    Row((BackwardConfig(2, 64, 32, stages=1), *_SMALL), **_LARGE),
     Row(_SMALL),
 )
 
