@@ -1,6 +1,6 @@
 """Times one decoding step: few queries of each sequence against its cache of keys and values.
 
-usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS[,CTAS] ...]
+usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS ...]
                                    [--rounds N] [--commit HASH] [--out FILE] [--turn FILE]
 
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import command, machine, row_file, turns
-from benchmarks.decode_steps import NAMED, PAGES, STEPS, Attend, Step, attend, page_table
+from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
 from benchmarks.rows import Row
@@ -124,7 +124,6 @@ def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, A
     turn = in_turn(caches)
     estimate = max(step.bytes / 2.5e12, step.flops / 4e14, 5e-6) * len(turn)
     found = Prepared(step, max(2, int(0.02 / estimate)), {}, {})
-    candidates = candidates | {label: parse(label) for label in NAMED.get(name, ())}
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
     for page in PAGES.get(name, ()):
         calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, page=page)
@@ -144,13 +143,18 @@ def timed(prepared: Prepared, rounds: int) -> list[Row]:
     """Returns the rows, timed in turn."""
     q, caches = caches_of(prepared.step)
     turn = in_turn(caches)
-    samples = {label: [] for label in prepared.programs}
-    for round_ in range(rounds + 1):
-        for label, program in prepared.programs.items():
-            start = time.perf_counter()
+    samples = {}
+    for label, program in prepared.programs.items():
+        try:
             jax.block_until_ready(program(q, turn))
-            if round_:  # the first is the warm-up
-                samples[label].append((time.perf_counter() - start) / (prepared.repeats * len(turn)))
+            samples[label] = []
+        except Exception as error:  # as above
+            prepared.rows[label]["error"] = error_text(error)
+    for _ in range(rounds):
+        for label in samples:
+            start = time.perf_counter()
+            jax.block_until_ready(prepared.programs[label](q, turn))
+            samples[label].append((time.perf_counter() - start) / (prepared.repeats * len(turn)))
     for label, seconds in samples.items():
         step, median = prepared.step, statistics.median(seconds)
         prepared.rows[label] |= dict(p50_ms=median * 1e3, of_memory=step.bytes / median / MEMORY_BYTES_PER_S)
@@ -186,8 +190,8 @@ def table(rows: Sequence[Row]) -> str:
 def _tiles(text):
     from pallas_fa.backends.hopper.config import Config, ForwardConfig
 
-    wgs, block_kv, stages, splits, *ctas = map(int, text.split(","))
-    forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits, stream_k=sum(ctas))
+    wgs, block_kv, stages, splits = map(int, text.split(","))
+    forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits)
     return f"tiles {text}", Implementation("pallas_fa", "mosaic_gpu", "", Config(forward))
 
 
@@ -195,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME")
     command.add_implementations(parser)
-    parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS[,CTAS]")
+    parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
     parser.add_argument("--rounds", type=command.positive, default=7)
     parser.add_argument("--commit", default=machine.commit())
     parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "decode.jsonl")

@@ -70,7 +70,6 @@ STEPS = {
     "cache-b32-s4k": Step(32, 4096, length=4096),
     "cache-b8-s32k": Step(8, 32768, length=32768),
 }
-NAMED = {"mla-b64-s8k": ("pallas_fa:mosaic_gpu",), "mla-b4-s8k": ("pallas_fa:mosaic_gpu",)}  # beside the default
 PAGES = {"cache-b32-s4k": (16, 32, 64, 128, 256), "cache-b8-s32k": (16, 32, 64, 128, 256)}
 
 

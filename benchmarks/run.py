@@ -11,8 +11,9 @@ import jax
 
 from benchmarks import command, gate, machine, measure, progress, row_file, rows, turns
 from benchmarks.implementations import Implementation
+from benchmarks.suites import suites
 from benchmarks.truth import Truth, truth
-from benchmarks.workloads import FLOPS_FACTOR, Workload, suites
+from benchmarks.workloads import FLOPS_FACTOR, Workload
 
 _COMPILE_SHARE = 0.6  # of the budget, at most
 _CHAIN_SECONDS, _LONGEST_CHAIN = 1e-3, 64  # the programs of chained suites repeat calls that take less

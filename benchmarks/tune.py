@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks import command, measure, progress, rows
 from benchmarks.implementations import Implementation
+from benchmarks.suites import suites
 from benchmarks.truth import truth
-from benchmarks.workloads import Workload, suites
+from benchmarks.workloads import Workload
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.backward import choose as choose_backward
 from pallas_fa.backends.hopper.backward import plan as backward_plan

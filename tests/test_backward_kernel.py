@@ -54,6 +54,10 @@ CASES = {
         dataclasses.replace(BASE, T=270, S=270, N=1, H=256, Hv=256, mask="window_causal"),
         {},
     ),
+    "statistics last": (
+        dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
+        {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},
@@ -71,6 +75,18 @@ CASES = {
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "empty rows, sinks": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
+    "96 columns, grouped heads": (
+        dataclasses.replace(BASE, T=200, S=200, N=4, K=2, H=96, Hv=96, mask="causal"),
+        {},
+    ),
+    "80 columns, those of values 96, empty rows": (
+        dataclasses.replace(BASE, T=112, S=200, H=80, Hv=96, batch=(2,), mask="lengths"),
+        {},
+    ),
+    "96 columns, those of values 80, deterministic": (
+        dataclasses.replace(BASE, T=112, S=200, H=96, Hv=80, mask="window_causal"),
+        {"deterministic_gradients": True},
+    ),
     "unequal head dims": (dataclasses.replace(BASE, H=64, Hv=128, mask="causal"), {}),
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),

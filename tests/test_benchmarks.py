@@ -13,8 +13,9 @@ import pallas_fa
 from benchmarks import decode, measure, rows, run, tune
 from benchmarks.decode_steps import Step, attend
 from benchmarks.implementations import parse
+from benchmarks.suites import suites
 from benchmarks.truth import truth
-from benchmarks.workloads import Workload, self_attention, suites
+from benchmarks.workloads import Workload, self_attention
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 _SMALL = [

@@ -1,16 +1,13 @@
 """Few queries: the kernel on rows of grouped heads with split keys, interpreted, and lowered for CUDA."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa import dot_product_attention, explain, masks, scores
+from pallas_fa import dot_product_attention, masks, scores
 from pallas_fa.backends import reference
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.stream_k import StreamK
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.decode import choose
 from pallas_fa.backends.hopper.decode.decode import decode
@@ -55,16 +52,9 @@ CALLS = {
 }  # fmt: skip
 
 
-# The config of a call: None for the library's choice. `STREAM_K` has more CTAs than units in some calls, fewer in others.
-STREAM_K = Config(ForwardConfig(1, 64, pin_softmax=False, stream_k=5))
-FORMS = [(name, None) for name in CALLS] + [(name, STREAM_K) for name in CALLS if name != "one part"]
-FORM_IDS = [f"{name}{', stream-K' * bool(x)}" for name, x in FORMS]
-
-
-@pytest.mark.parametrize(("name", "config"), FORMS, ids=FORM_IDS)
-def test_interpreted_kernel_is_right_and_free_of_races(name, config):
+@pytest.mark.parametrize("name", CALLS)
+def test_interpreted_kernel_is_right_and_free_of_races(name):
     T, keywords = CALLS[name]
-    keywords = keywords if config is None else keywords | {"config": config}
     problem, operands = normalise(*inputs(T), **keywords)
     assert choose.applies(problem)
     (out, lse), races = interpreted(problem, operands, decode)
@@ -113,56 +103,26 @@ def test_keys_are_split_until_the_gpu_is_full():
     assert splits(1, 64) == 1
 
 
-@pytest.mark.parametrize("ctas", [1, 3, 132])
-@pytest.mark.parametrize("units", [1, 7, 40])
-def test_stream_k_shares_every_visit_once(units, ctas):
-    counts = np.where(RNG.random(units) < 0.5, 1, RNG.integers(1, 30, units))
-    stream_k = StreamK(ctas, units, None)
-    starts = stream_k.table(counts)
-    found, seen = [[] for _ in counts], [[] for _ in counts]
-    for cta, ((unit, first), end) in enumerate(itertools.pairwise(map(tuple, starts))):
-        while (unit, first) < end:  # as `for_segments` does
-            last = end[1] if unit == end[0] else counts[unit]
-            whole = first == 0 and last == counts[unit]
-            found[unit].append(unit if whole else units + 2 * cta + (first == 0))
-            seen[unit] += range(first, last)
-            unit, first = unit + 1, 0
-    assert [sorted(x) for x in seen] == [list(range(count)) for count in counts]
-    assert len(set(sum(found, []))) == len(sum(found, [])) and max(sum(found, [])) < stream_k.entries
-    most = stream_k.most_results(30, 1)
-    assert max(map(len, found)) <= most
-    for given in (counts, jnp.asarray(counts)):  # known while tracing, and not
-        table = stream_k.table(given)
-        np.testing.assert_array_equal(table, starts)
-        entries, is_another = map(np.asarray, stream_k.contributions(table, most))
-        assert [list(x[flags]) for x, flags in zip(entries, is_another, strict=True)] == found
-
-
 def test_more_queries_do_not_split_keys():
+    config = Config(ForwardConfig(1, 64, kv_splits=2))
     with pytest.raises(NotImplementedError, match="T=17 is more than 16 queries"):
-        dot_product_attention(*inputs(17), implementation="mosaic_gpu", config=STREAM_K)
-
-
-def test_stream_k_is_taken_where_the_config_says_so():
-    assert "mosaic_gpu: runs this call" in explain(*inputs(1), config=STREAM_K)
+        dot_product_attention(*inputs(17), implementation="mosaic_gpu", config=config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128, 256])
-@pytest.mark.parametrize(("name", "config"), FORMS, ids=FORM_IDS)
-def test_the_compiled_kernel_is_accurate(name, config, H):
+@pytest.mark.parametrize("name", CALLS)
+def test_the_compiled_kernel_is_accurate(name, H):
     """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
     T, keywords = CALLS[name]
     q, k, v = inputs(T, H=H)
 
     def call(implementation, dtype):
         arrays = (x.astype(dtype) for x in (q, k, v))
-        call = {"implementation": implementation, "return_residual": True} | keywords
-        call |= {"config": config} if implementation == "mosaic_gpu" else {}
-        fn = jax.jit(lambda *x: dot_product_attention(*x, **call))
+        taken = {name: x for name, x in keywords.items() if name != "config" or implementation == "mosaic_gpu"}
+        fn = jax.jit(lambda *x: dot_product_attention(*x, implementation=implementation, return_residual=True, **taken))
         return [np.asarray(x, np.float64) for x in fn(*arrays)]
 
-    keywords = {name: x for name, x in keywords.items() if name != "config"}
     truth, xla = call("reference", jnp.float32), call("xla", jnp.bfloat16)
     ours, again = call("mosaic_gpu", jnp.bfloat16), call("mosaic_gpu", jnp.bfloat16)
     for want, theirs, got, same in zip(truth, xla, ours, again, strict=True):
@@ -173,15 +133,14 @@ def test_the_compiled_kernel_is_accurate(name, config, H):
             assert abs(got - want).max() <= 2 * abs(theirs - want).max() + 2.0**-8 * abs(want).max()
 
 
-@pytest.mark.parametrize("config", [None, STREAM_K], ids=["parts", "stream-K"])
 @pytest.mark.parametrize("T", [1, 16])
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_lowers(T, H, config):
+def test_lowers(T, H):
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 8, 2, H, S=5000))
 
     def fn(q, k, v, lengths):
         return dot_product_attention(
-            q, k, v, mask=BOTTOM_RIGHT, key_value_seq_lengths=lengths, implementation="mosaic_gpu", config=config
+            q, k, v, mask=BOTTOM_RIGHT, key_value_seq_lengths=lengths, implementation="mosaic_gpu"
         )
 
     assert kernels(fn, q, k, v, jax.ShapeDtypeStruct((B,), jnp.int32)) == 1

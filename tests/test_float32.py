@@ -99,7 +99,7 @@ def test_xla_is_kept_from_dropping_what_rounds():
     """On a GPU it takes a conversion to bfloat16 and back to be none, which leaves nothing for the other parts."""
     problem, _ = problem_of(BASE)
     jaxpr = jax.make_jaxpr(lambda x: products.in_memory(problem, x, "BTNH"))(jnp.ones((1, 4, 1, 1)))
-    made = [(eqn.primitive.name, eqn.outvars[0].aval.dtype) for eqn in jaxpr.eqns]
+    made = [(eqn.primitive.name, eqn.outvars[0].aval.dtype) for eqn in jaxpr.eqns]  # type: ignore[attr-defined]
     assert ("convert_element_type", jnp.float32) not in made and ("reduce_precision", jnp.float32) in made
 
 
@@ -171,6 +171,13 @@ def test_the_kernels_are_the_default_on_hopper():
             "xla",
         )
     assert "2 bfloat16 parts each, for 3 products" in pallas_fa.explain(*BASE.inputs().qkv)
+
+
+@pytest.mark.parametrize(("T", "name"), [(16, "xla"), (17, "mosaic_gpu")])
+def test_few_queries_are_not_worth_splitting_the_keys(T, name):
+    problem, _ = problem_of(dataclasses.replace(BASE, T=T))
+    assert choice.choose(problem, None).backend.name == name
+    assert choice.choose(problem, "mosaic_gpu").backend.name == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(("H", "precision"), [(32, "high"), (64, "high"), (64, "highest"), (128, "high")])

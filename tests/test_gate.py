@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gate, measure, rows, run
 from benchmarks.gate_workloads import gate_workloads
 from benchmarks.implementations import parse
-from benchmarks.workloads import suites
+from benchmarks.suites import suites
 
 
 def test_the_calls_are_those_that_users_write():

@@ -66,6 +66,18 @@ LONG_CASES = tuple(
         for mask, score in (("blocks", "plain"), ("computed_blocks", "plain"), ("blocks", "everything"))
         for H in (64, 128, 256)
     ),
+    *(  # head dims that are not padded to 128
+        Case(1000, 904, mask, score, DTYPES[i % 2], N=4, K=2, H=H, Hv=Hv)
+        for i, (mask, score, H, Hv) in enumerate(
+            (
+                ("causal", "plain", 96, 96),
+                ("lengths", "plain", 80, 80),
+                ("packed", "everything", 80, 96),
+                ("dense", "bias", 96, 80),
+                ("full", "plain", 96, 128),
+            )
+        )
+    ),
 )
 # Long and short rows of tiles, rows past the end, and a gradient that all batch entries and heads add to.
 RELATIVE_CASES = tuple(

@@ -53,6 +53,18 @@ CASES = {
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
+    "96 columns, causal, grouped heads": (
+        dataclasses.replace(BASE, T=200, S=200, N=4, K=2, H=96, Hv=96, mask="causal"),
+        TWO,
+    ),
+    "80 columns, those of values 96, pairs, empty rows": (
+        dataclasses.replace(BASE, T=200, S=200, H=80, Hv=96, batch=(2,), mask="lengths"),
+        PAIRED,
+    ),
+    "96 columns, those of values 80, bias": (
+        dataclasses.replace(BASE, T=104, S=200, H=96, Hv=80, score="bias_shared"),
+        TWO,
+    ),
     "ping-pong, causal": (dataclasses.replace(BASE, T=200, S=200, mask="causal"), PING_PONG),
     "ping-pong, 3 warpgroups, two in front padding, bias": (
         dataclasses.replace(BASE, T=200, mask="window_causal", score="bias_shared"),

@@ -8,7 +8,6 @@ import pytest
 import pallas_fa
 from pallas_fa import cache, masks
 from pallas_fa.backends import reference
-from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.cache.attention import in_pages as checked
 from pallas_fa.problem import normalise
@@ -159,7 +158,6 @@ BOTTOM_RIGHT = masks.Causal(align="bottom_right")
 CALLS = {
     "16": (16, "PSKH", 1, {}),
     "32, drafts": (32, "KPSH", 5, {"mask": BOTTOM_RIGHT}),
-    "32, stream-K": (32, "PSKH", 2, {"config": Config(ForwardConfig(1, 64, stages=2, pin_softmax=False, stream_k=3))}),
     "64, window": (64, "PSKH", 3, {"mask": BOTTOM_RIGHT & masks.Window(65, None, align="bottom_right")}),
     "128, soft cap and sinks": (128, "PSKH", 2, {"logits_soft_cap": 5.0, "sinks": np.arange(4, dtype=np.float32)}),
     "256, bias": (256, "KPSH", 1, {"bias": np.linspace(-1, 1, 4 * 1024, dtype=np.float32).reshape(4, 1, 1024)}),

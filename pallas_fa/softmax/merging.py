@@ -43,7 +43,7 @@ def merge_per_element(*results: PartialResult) -> PartialResult:
     """Returns what `merge` does, of any shapes [...] of lse and [..., Hv] of out.
 
     Every element of out computes its weights anew, so that XLA can fuse all of it with what uses the result, where `merge`
-    takes two GPU kernels (evidence: decode/stream-k).
+    takes two GPU kernels (evidence: decode/latent-attention).
     """
     lses = [jnp.broadcast_to(result.lse[..., None], result.out.shape) for result in results]
     top = functools.reduce(jnp.maximum, lses)

@@ -47,8 +47,8 @@ class Call(NamedTuple):
 
 def calls(gpu: Gpu) -> Iterator[Call]:
     """Returns all calls for a GPU: those by mma.sync, and Hopper's where it is one."""
-    for head_dim, causal in itertools.product((64, 128, 256, 512), (False, True)):
-        if head_dim <= LARGEST_HEAD_DIM:
+    for head_dim, causal in itertools.product((64, 96, 128, 256, 512), (False, True)):
+        if head_dim <= LARGEST_HEAD_DIM and head_dim != 96:  # which kernels by mma.sync pad to 128
             yield from _mma(gpu, head_dim, causal)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
@@ -97,8 +97,9 @@ def _mma_pass(plan, q, k, v, d_out, neg_lse, delta):
 
 def _hopper(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
+    in_tables = -(-head_dim // 64) * 64
     facts = [
-        HopperForwardFacts(head_dim, head_dim, length, B * N, uniform, visit_table=False, packed=packed, split=False)
+        HopperForwardFacts(in_tables, in_tables, length, B * N, uniform, visit_table=False, packed=packed, split=False)
         for length, uniform, packed in itertools.product((1024, 2**14), (not causal,), (False, True))
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
@@ -109,7 +110,7 @@ def _hopper(gpu, head_dim, causal):
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
     for tiles in hopper_backward_configs(
-        HopperBackwardFacts(gives, head_dim, head_dim, T, 1, causal, visit_table=False, split=False)
+        HopperBackwardFacts(gives, in_tables, in_tables, T, 1, causal, visit_table=False, split=False)
     ):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
         if hopper_backward.why_no_backward(problem, gpu) is None:

@@ -60,14 +60,15 @@ class ForwardCore:
         blocks = -(-dims.T // c.block_q)
         return schedule.table(found, blocks, blocks)
 
-    def in_memory(self, operands: Operands, *tables: Any) -> list[Any]:
+    def in_memory(self, operands: Operands, visits: Any) -> list[Any]:
         """Returns what the kernel reads beside q, k and v, in order.
 
-        That is the arrays of score and mask, the `tables` that are not None, sinks [B|1, N], and dropout.
+        That is the arrays of score and mask, the visit table `visits` if it is not None, sinks [B|1, N], and dropout.
         """
         mask, sinks, dropout = operands.mask, operands.sinks, operands.dropout
         found = self.arrays.in_memory(operands.score, self.in_tiles(mask) if self.visit_lists else mask)
-        found += [table for table in tables if table is not None]
+        if visits is not None:
+            found.append(visits)
         if sinks is not None:
             found.append(sinks.reshape(sinks.shape[:2]).astype(jnp.float32))
         if dropout is not None:

@@ -28,3 +28,19 @@ def opaque(x: Any, interpret: bool) -> Any:
     scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     run: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=scalar)(shuffle)
     return run(jnp.asarray(x, jnp.int32))
+
+
+def zeros(shape: tuple[int, int], layout: Any) -> Any:
+    """Returns float32 zeros that ptxas knows as such, whatever LLVM does.
+
+    LLVM shares one register for all constants that are 0, loop counters among them. ptxas then copies it to each register
+    of an accumulator that starts at 0, where it would have a matmul ignore them.
+    """
+
+    def move(_):
+        f32 = ir.F32Type.get()
+        zero = llvm.inline_asm(f32, [], "mov.b32 $0, 0;", "=r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu())
+
+    run: Any = plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout))(move)
+    return run()

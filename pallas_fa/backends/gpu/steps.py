@@ -35,14 +35,6 @@ class Steps(NamedTuple):
             full_end = intervals.maximum(visits.last - visits.full_first, boundary_end)
         return cls(visits.last - 1, 0, boundary_end, full_end, visits.last - visits.first)
 
-    def segment(self, first: Any, last: Any) -> "Steps":
-        """Returns the steps that make visits [first, last) of these, at least one; visits count from left to right."""
-        end = last - first
-        skipped = self.end - last
-        boundary_end = 0 if self.starts_full else jnp.clip(self.boundary_end - skipped, 1, end)
-        full_end = None if self.full_end is None else jnp.clip(self.full_end - skipped, boundary_end, end)
-        return Steps(self.last - skipped, 0, boundary_end, full_end, end)
-
     @classmethod
     def of_list(cls, listed: VisitList) -> "Steps":
         """Returns the steps that visit what is listed; at least one."""

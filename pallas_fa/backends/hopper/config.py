@@ -52,9 +52,6 @@ class ForwardConfig:
       q_in_registers: queries are an operand in registers, not in shared memory.
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
         with few queries, which would not fill the GPU.
-      stream_k: CTAs that share the key blocks of all query blocks evenly, wherever one query block ends and the next starts;
-        the partial results are merged. 0: a CTA for each query block or part. For calls of at most 16 queries (evidence:
-        decode/stream-k).
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle. Not measured (forward/rescale-under-qk).
 
@@ -71,7 +68,6 @@ class ForwardConfig:
     ping_pong: bool = False
     q_in_registers: bool = False
     kv_splits: int = 1
-    stream_k: int = 0
     rescale_under_qk: bool = False
 
     def __post_init__(self):
@@ -89,13 +85,6 @@ class ForwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.kv_splits < 1:
             raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
-        if self.stream_k < 0:
-            raise ValueError(f"stream_k={self.stream_k} must be at least 0, for a CTA for each query block.")
-        if self.stream_k and (self.kv_splits > 1 or self.q_block_pairs):
-            raise ValueError(
-                f"stream_k={self.stream_k} shares out the work, as kv_splits={self.kv_splits} and"
-                f" q_block_pairs={self.q_block_pairs} do: set one of them."
-            )
 
     @property
     def block_q(self) -> int:
@@ -131,6 +120,8 @@ class BackwardConfig:
         same tile of dQ serialise.
       by_tile: CTAs process the query heads of a tile before the next tile, where `Order.by_tile` says so; else head after
         head.
+      statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
+        accumulators start at them. Where there are no score, sequence lengths and dropout.
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
@@ -147,6 +138,7 @@ class BackwardConfig:
     store_warps: int = 2
     stagger: int = 0
     by_tile: bool = False
+    statistics_last: bool = False
     chunk_slots: int = 0
 
     def __post_init__(self):

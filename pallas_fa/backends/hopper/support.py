@@ -28,8 +28,17 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
-    only_named = RUN_IN_PART if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM else None
-    return Support(None, no_backward, _remark(problem, kernels, gpu), only_named)
+    return Support(None, no_backward, _remark(problem, kernels, gpu), _only_named(problem))
+
+
+def _only_named(problem):
+    from pallas_fa.backends.hopper.decode import choose as decode
+
+    if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
+        return RUN_IN_PART
+    if products.parts_of(problem) > 1 and decode.applies(problem):
+        return f"to split the keys for T={problem.dims.T} queries reads and writes more than to attend to them"
+    return None
 
 
 def _remark(problem, kernels, gpu):
@@ -78,10 +87,8 @@ def _config_reason(problem):
 
     if isinstance(problem.config, Config):
         forward = problem.config.forward
-        if forward is None or not (forward.kv_splits > 1 or forward.stream_k):
+        if forward is None or forward.kv_splits == 1:
             return None
-        if forward.stream_k and max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
-            return f"config={problem.config!r} and a head dim past {LARGEST_HEAD_DIM}"
         if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
         if problem.dims.T > MOST_QUERIES:

@@ -1,10 +1,10 @@
 """Tiles of q, k, v and out in shared memory, in the swizzled layout that the tensor cores read.
 
-TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64.
-Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor cores read,
-so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is therefore
-[chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied` for TMA.
-Of an operand that is split (see `products`), the chunks of one part follow those of another.
+TMA copies a tile of the whole head dim at once where the sequence length is a multiple of 8 and the head dim one of 64,
+or 80 or 96. Otherwise it copies chunks of 128 bytes. In a chunk, the order that TMA writes is the order that the tensor
+cores read, so its bounds check may cut rows and columns anywhere, and it fills what lies outside with zeros. A tile is
+therefore [chunks, rows, columns of a chunk], with two views of the same memory: `matrix` for the tensor cores, `copied`
+for TMA. Of an operand that is split (see `products`), the chunks of one part follow those of another.
 
 Where CTAs or warpgroups share the columns of an operand (`column_parts`), a tile has the columns of one of them. The
 head dim is rounded up to `multiple`, and columns past it are zeros.
@@ -25,6 +25,8 @@ from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.operands.layout import Layout, ordered
 
+# Head dims of 16-bit operands that are not padded to 128 (evidence: library/columns-of-80-and-96).
+_NARROWER = (80, 96)
 OfChunk = Callable[[int], Any]
 
 
@@ -32,7 +34,8 @@ OfChunk = Callable[[int], Any]
 class Tiles:
     """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory.
 
-    `swizzle_bytes`: the width of the swizzled pieces of a row, and of a chunk where the tile is not copied at once.
+    `sharers`: warpgroups that each take a part of the columns as operand of a matmul, where the head dim is one chunk.
+    `swizzle_bytes`: the width of the swizzled pieces of a row at most, and of a chunk where the tile is not copied at once.
     """
 
     length: int
@@ -44,6 +47,7 @@ class Tiles:
     parts: int = 1
     column_parts: int = 1
     multiple: int = 64
+    sharers: int = 1
     swizzle_bytes: int = 128
 
     def summed_over(self, rows: int) -> "Tiles":
@@ -53,12 +57,20 @@ class Tiles:
     @property
     def padded_dim(self) -> int:
         """Columns of a tile: the head dim, or a part of it, rounded up to what the tensor cores take."""
-        return -(-self.dim // self.multiple) * self.multiple // self.column_parts
+        multiple = 16 * self.sharers if self._is_narrower else self.multiple
+        return -(-self.dim // multiple) * multiple // self.column_parts
+
+    @property
+    def _is_narrower(self) -> bool:
+        """Whether a head dim past 64 is not padded to 128."""
+        if self.in_chunks or self.length % 8 or self.parts > 1 or self.column_parts > 1 or self.multiple > 64:
+            return False
+        return self.dim in _NARROWER and self.dtype.itemsize == 2
 
     @property
     def whole(self) -> bool:
         """Whether TMA copies the whole head dim at once."""
-        return self.length % 8 == 0 and self.dim % self.multiple == 0 and not self.in_chunks
+        return self._is_narrower or (self.length % 8 == 0 and self.dim % self.multiple == 0 and not self.in_chunks)
 
     @property
     def _one_view(self) -> bool:
@@ -75,6 +87,17 @@ class Tiles:
         return self.padded_dim // self.chunk
 
     @property
+    def swizzled(self) -> int:
+        """Bytes of the widest swizzle of which a chunk, or the part of each sharer, has a whole number."""
+        sharers = self.sharers if self.whole else 1
+        return math.gcd(self.chunk * self.dtype.itemsize // sharers, self.swizzle_bytes)
+
+    @property
+    def piece(self) -> int:
+        """Columns that ordinary loads take at a time."""
+        return math.gcd(self.chunk, 64)
+
+    @property
     def copies(self) -> int:
         """Chunks of a tile, of all its parts, each copied by one TMA instruction."""
         return self.parts * self.chunks
@@ -87,11 +110,7 @@ class Tiles:
     def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""
         shape = (*lead, self.copies, rows, self.chunk)
-        matrix = plgpu.SMEM(
-            shape,
-            self.dtype,
-            transforms=swizzle(self.dtype, math.gcd(self.chunk * self.dtype.itemsize, self.swizzle_bytes)),
-        )
+        matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzled))
         if self._one_view:
             return (matrix,)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))

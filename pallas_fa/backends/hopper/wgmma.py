@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.registers import zeros
 from pallas_fa.backends.hopper import products
 
 Shape = tuple[int, int]
@@ -44,12 +45,19 @@ class Wgmma:
 
     interpret: bool
     parts: int = 1  # of each operand
+    zeroes: bool = False  # accumulators get their zeros from `registers.zeros`
 
     def scoped(self, body: Callable[..., Any], *shapes: Shape) -> Any:
         """Returns body(*accumulators). They start at 0 and live until it returns; no loop may lie between."""
         if self.interpret:
             return body(*(_Box(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-        return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+        def zeroed(*accs):
+            for acc, shape in zip(accs, shapes, strict=True):
+                acc[...] = zeros(shape, plgpu.Layout.WGMMA)
+            return body(*accs)
+
+        return pl.run_scoped(zeroed if self.zeroes else body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def across_loops(self, body: Callable[..., Any], stand_ins: Sequence[Any], *shapes: Shape) -> Any:
         """As `scoped`, with loops allowed. The interpreter keeps the sums in `stand_ins`, refs of the same shapes."""

@@ -57,7 +57,8 @@ def backward(
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
     operands = residuals.operands
-    factor = -1.0 if problem.score is not None or problem.scale <= 0 else -1 / problem.scale
+    plans = [choose(problem, kind, gpu, interpret) for kind in passes(problem)]
+    (factor,) = {plan.lse_factor for plan in plans}
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
@@ -66,8 +67,7 @@ def backward(
     q, k, v, d_out = (products.in_memory(problem, x, problem.layout) for x in in_parts)
     operands = operands._replace(q=q, k=k, v=v)
     found = {}
-    for kind in passes(problem):
-        plan = choose(problem, kind, gpu, interpret)
+    for plan in plans:
         found |= _run(plan, operands, d_out, neg_lse, delta, zero)
     count = len(float_arrays(operands.score))
     return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(count)), *d_sinks

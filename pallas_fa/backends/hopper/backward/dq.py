@@ -58,4 +58,4 @@ class DqSums:
 
 def can_share_dq(config: BackwardConfig, padded_dim: int) -> bool:
     """Returns whether the warpgroups can share a tile of dQ, 64 rows for each: by rows, or by columns."""
-    return config.width == config.block or (config.width == 64 and padded_dim == config.block)
+    return config.width == config.block or (config.width == 64 and padded_dim in (96, 128) and config.compute_wgs == 2)

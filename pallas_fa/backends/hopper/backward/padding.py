@@ -61,8 +61,8 @@ def _lengths(w, n):
 def _zero_rows(smem: Any, tiles: Tiles, first: Any, length: Any) -> None:
     """Zeroes rows at and past `length` among the 64 rows from row `first` of a tile."""
     for chunk in range(tiles.copies):
-        for column in range(0, tiles.chunk, 64):
-            piece = smem.at[chunk, pl.ds(first, 64), pl.ds(column, 64)]
-            row = first + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=TILE)
+        for column in range(0, tiles.chunk, tiles.piece):
+            piece = smem.at[chunk, pl.ds(first, 64), pl.ds(column, tiles.piece)]
+            row = first + plgpu.broadcasted_iota(jnp.int32, (64, tiles.piece), 0, layout=TILE)
             values = plgpu.load(piece, layout=TILE)
             piece[...] = jnp.where(row < length, values, jnp.zeros((), values.dtype))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
+from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import DqSums
@@ -57,9 +58,24 @@ class BackwardPlan(BackwardCore):
         if self.chunked:
             options |= dict(in_chunks=True, multiple=64 * self.config.compute_wgs)
         q, k, v, d_out = (Tiles(*shape, dtype, problem.layout, self.interpret, **options) for shape in shapes)
+        if self.kind.fused and self.config.width != self.config.block:  # the warpgroups share dQ by columns
+            q, k = (dataclasses.replace(x, sharers=self.config.compute_wgs) for x in (q, k))
         q, k = in_same_chunks(q, k)  # the factors of a matmul come in the same chunks
         v, d_out = in_same_chunks(v, d_out)
         return self.kind.by_role(q, k, v, d_out)
+
+    @property
+    def statistics_last(self) -> bool:
+        """Whether accumulators start at 0 and row statistics are added to what the matmuls give."""
+        in_the_way = self.scored or self.chunked or self.padding.behind_mask or self.problem.dropout is not None
+        return self.config.statistics_last and not in_the_way
+
+    @property
+    def lse_factor(self) -> float:
+        """What lse is multiplied by for the kernel (see `probabilities`)."""
+        if self.problem.score is not None or self.problem.scale <= 0:
+            return -1.0
+        return -LOG2E if self.statistics_last else -1 / self.problem.scale
 
     @property
     def chunked(self) -> bool:

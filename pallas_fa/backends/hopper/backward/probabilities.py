@@ -1,5 +1,6 @@
 """P and dS of one tile of logits of the backward kernel, and the gradients of a score's arrays."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ def probabilities(
     An operand is a tuple of its parts, None where it is not needed. `done`: steps before, for operands in chunks.
 
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
-    With a score, logits are scaled, scored and shifted in registers instead.
+    With a score, logits are scaled, scored and shifted in registers instead. With `statistics_last`, statistics are added
+    to what the matmuls give: S = K Q^T starts once Q is there, and they are loaded while it is under way.
     """
     plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
     problem, shape, scale = plan.problem, (64, plan.config.width), plan.problem.scale
@@ -35,26 +37,39 @@ def probabilities(
             return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_COLUMN), shape, [1])
         return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_ROW), shape, [0])
 
+    statistics_last, of_rows = plan.statistics_last, lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
+
     def body(s_acc, dp_acc: Any = None):
         # Both start before the first matmul: ptxas would make them wait for it.
-        if not plan.scored:
+        if not plan.scored and not statistics_last:
             s_acc[...] = statistic("neg_lse", slots.qk)
-        if kind.accumulates_qk:
+        if kind.accumulates_qk and not statistics_last:
             dp_acc[...] = statistic("delta", slots.pv)
-        issued = 0
         if plan.chunked:
             chunks.products(w, done, rows, slots.qk, {"qk": s_acc} | ({"pv": dp_acc} if kind.accumulates_qk else {}))
-        else:
-            of_rows = lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
-            wgmma.inner_products(s_acc, of_rows(w.stationary_qk), w.streamed_qk.at[slots.qk])
-            if kind.accumulates_qk:
-                issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), w.streamed_pv.at[slots.pv])
+            return after_products(s_acc, dp_acc, 0)
+        wgmma.inner_products(s_acc, of_rows(w.stationary_qk), w.streamed_qk.at[slots.qk])
+        if statistics_last:
+            w.wait_for_pv(slots)
+        if statistics_last and kind.accumulates_qk:
+            return wgmma.scoped(functools.partial(after_logits, s_acc), shape)
+        return after_logits(s_acc, dp_acc)
+
+    def after_logits(s_acc, dp_acc: Any):
+        issued = 0
+        if kind.accumulates_qk:
+            issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), w.streamed_pv.at[slots.pv])
+        return after_products(s_acc, dp_acc, issued)
+
+    def after_products(s_acc, dp_acc: Any, issued):
         s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
             x = s * scale
             # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
             p = jnp.exp2((tile.scores(x) + statistic("neg_lse", slots.qk)) * LOG2E)
+        elif statistics_last:
+            x, p = None, jnp.exp2(s * (scale * LOG2E) + statistic("neg_lse", slots.qk))
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
         p = tile.dropped(plan, tile.zero_where_masked(p))
@@ -63,11 +78,13 @@ def probabilities(
             return p_operand, None, sums
         dp = wgmma.result(dp_acc, in_flight=0)
         neg_delta = lambda: statistic("delta", slots.pv)
+        if statistics_last:
+            dp = dp + neg_delta()
         ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
         return p_operand, products.operand(problem, ds), new_sums
 
-    return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk else 1))
+    return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 
 
 def _plus_gradients(w, at, gradients, sums):

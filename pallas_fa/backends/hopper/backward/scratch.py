@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,13 +87,14 @@ def _dq(plan):
         return {}
     c, tiles = plan.config, plan.tiles.stationary_qk
     return dict(
-        dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32),
-        ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype),
+        dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32, math.gcd(plan.dq.columns * 4, 128)),
+        # The factors of dQ have the same swizzle.
+        ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype, tiles.swizzled),
     )
 
 
-def _swizzled(shape, dtype):
-    return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, 128))
+def _swizzled(shape, dtype, width=128):
+    return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, width))
 
 
 def _score_gradients(plan):

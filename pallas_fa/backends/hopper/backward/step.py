@@ -26,8 +26,11 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return _step_of_chunks(w, at, done, sums, accs)
     wg = opaque(w.wg, plan.interpret)
     rows = pl.ds(wg * 64, 64)
-    slots = w.wait_for_tile(done)
+    slots = w.slots(done)
     streamed_qk, streamed_pv = w.streamed_qk.at[slots.qk], w.streamed_pv.at[slots.pv]
+    w.wait_for_qk(slots)
+    if not plan.statistics_last:
+        w.wait_for_pv(slots)
     if plan.padding.streamed and at.is_boundary:
         zero_streamed(w, at, slots)
 
@@ -42,7 +45,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return sums
 
     ds_smem = _ds_smem(w, done)
-    dv_first = plan.problem.mask is not None  # evidence: backward/dv-matmul-first
+    dv_first = plan.problem.mask is not None or plan.statistics_last  # evidence: backward/dv-matmul-first
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
     for smem, part in zip(ds_smem, ds, strict=True):
@@ -83,7 +86,9 @@ def _step_of_chunks(w, at, done, sums, accs):
 def skip(w: Warpgroup, done: Any) -> None:
     """Takes part in a step that only other warpgroups compute; its dS is 0 in their matmul for dQ."""
     plan = w.plan
-    slots = w.wait_for_tile(done)
+    slots = w.slots(done)
+    w.wait_for_qk(slots)
+    w.wait_for_pv(slots)
     if plan.dq:
         wg = opaque(w.wg, plan.interpret)
         ds_smem = _ds_smem(w, done)

@@ -59,9 +59,23 @@ BY_TILE = Table(
     Row(False),
 )
 L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(16, group=at_least(2)), Row(8))
+# Of the fused pass at H=64.
+_LONG: dict[str, Any] = dict(group=1, masked=True, visit_table=False, length=at_least(8193))
+WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, **_LONG), Row(32))
+WIDE_STORE_WARPS = Table("backward/instructions-and-waits", Row(2, **_LONG), Row(1))
+STATISTICS_LAST = Table(
+    "backward/instructions-and-waits",
+    Row(False, visit_table=True),
+    Row(True, group=1, masked=True),
+    Row(True, group=1, length=up_to(2048)),
+    Row(False),
+)
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
+_WIDE_FUSED_OPTIONS = _WIDE_OPTIONS | dict(
+    l2_head_group=WIDE_L2_HEAD_GROUP, store_warps=WIDE_STORE_WARPS, statistics_last=STATISTICS_LAST
+)
 
 
 def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
@@ -103,7 +117,7 @@ TILES = Table(
             (Choice((), {}, _SPLIT_PAIR[1:]), {}),
         )
     ),
-    Row(Choice(_wide(32), _WIDE_OPTIONS, _SMALL), **_H64, gives=_FUSED),
+    Row(Choice(_wide(32), _WIDE_FUSED_OPTIONS, _SMALL), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
     Row(_NARROW, **_H128, gives=_KEYS),

@@ -34,7 +34,8 @@ class Warpgroup:
 
     def __init__(self, plan: BackwardPlan, block: Block, wg: Any, gmem: Refs, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.wgmma, self.barriers = Wgmma(plan.interpret, plan.tiles.stationary_qk.parts), barriers(plan, scratch)
+        self.wgmma = Wgmma(plan.interpret, plan.tiles.stationary_qk.parts, plan.statistics_last)
+        self.barriers = barriers(plan, scratch)
         # Which rows of the block it has, and which part of the columns of a gradient.
         self.row_group, self.column_part = (0, wg) if plan.chunked else (wg, 0)
         self.rows = pl.ds(self.row_group * 64, 64)
@@ -55,12 +56,17 @@ class Warpgroup:
         """This warpgroup's first stationary position."""
         return self.block.start + self.row_group * 64
 
-    def wait_for_tile(self, done: Any) -> Slots:
-        """Returns the slots of the tile of step `done`, once both operands are there."""
-        slots = Slots(*(lax.rem(done, jnp.int32(stages)) for stages in self.plan.config.stages))
-        for name, slot in zip(("streamed_qk_ready", "streamed_pv_ready"), slots, strict=True):
-            plgpu.barrier_wait(self.scratch[name].at[slot])
-        return slots
+    def slots(self, done: Any) -> Slots:
+        """Returns the slots of the tile of step `done`."""
+        return Slots(*(lax.rem(done, jnp.int32(stages)) for stages in self.plan.config.stages))
+
+    def wait_for_qk(self, slots: Slots) -> None:
+        """Waits for the tile of `streamed_qk`, its row statistics and arrays."""
+        plgpu.barrier_wait(self.scratch["streamed_qk_ready"].at[slots.qk])
+
+    def wait_for_pv(self, slots: Slots) -> None:
+        """Waits for the tile of `streamed_pv` and its row statistics."""
+        plgpu.barrier_wait(self.scratch["streamed_pv_ready"].at[slots.pv])
 
     def release_qk(self, slots: Slots) -> None:
         """Says that this warpgroup reads the tile of `streamed_qk` no more."""

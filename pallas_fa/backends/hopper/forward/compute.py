@@ -35,7 +35,7 @@ class Compute:
         self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
         self.k = plan.tiles.k.matrix(scratch["k_smem"])
         self.values = [(part, part.tiles.matrix(scratch[f"{part.name}_smem"])) for part in plan.value_rows]
-        self.q_smem = work.of_queries(block, plan.tiles.q.matrix(scratch["q_smem"]))
+        self.q_smem = plan.tiles.q.matrix(scratch["q_smem"])
         self.q = self.q_smem.at[wg]
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
@@ -51,7 +51,7 @@ class Compute:
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
         plan, steps, end = self.plan, self.steps, self.block_steps.end
-        plgpu.barrier_wait(work.of_queries(self.block, self.scratch["q_ready"]))
+        plgpu.barrier_wait(self.scratch["q_ready"])
         if plan.skips_steps:
             pl.loop(0, steps.first)(self._skip)
             pl.when(steps.first < steps.end)(self._attend)
@@ -116,7 +116,7 @@ class Compute:
 
     def _release_queries(self):
         if self.plan.several_blocks:
-            plgpu.barrier_arrive(work.of_queries(self.block, self.scratch["q_free"]))
+            plgpu.barrier_arrive(self.scratch["q_free"])
 
     def _attend(self):
         """The prologue, the mainloop (boundary blocks, full blocks, boundary blocks) and the epilogue."""
@@ -231,7 +231,7 @@ class Compute:
         acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.t0, self.gmem, scratch, acc, m, l, unit, self.sink)
+        epilogue.store(plan, self.block, self.wg, self.gmem, scratch, acc, m, l, unit, self.sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""
@@ -243,13 +243,13 @@ class Compute:
 
         @pl.when(start + plan.config.block_kv > length)
         def _():
-            width = min(plan.tiles.v.chunk, 64)
+            tiles = plan.tiles.v
             # In parts of 64 rows; the last two overlap where the block is no multiple.
             rows = sorted({min(row, plan.config.block_kv - 64) for row in range(0, plan.config.block_kv, 64)})
-            for row, column in itertools.product(rows, range(0, plan.tiles.v.chunk, width)):
-                for chunk in range(plan.tiles.v.copies):
-                    part = v.at[chunk, pl.ds(row, 64), pl.ds(column, width)]
-                    key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=TILE)
+            for row, column in itertools.product(rows, range(0, tiles.chunk, tiles.piece)):
+                for chunk in range(tiles.copies):
+                    part = v.at[chunk, pl.ds(row, 64), pl.ds(column, tiles.piece)]
+                    key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, tiles.piece), 0, layout=TILE)
                     values = plgpu.load(part, layout=TILE)
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 

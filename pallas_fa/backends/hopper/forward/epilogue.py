@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.online_softmax import finish
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.work import QueryBlock, result_place
+from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
 from pallas_fa.backends.hopper.tiles import pieces
 
 
@@ -18,7 +18,6 @@ def store(
     plan: ForwardPlan,
     block: QueryBlock,
     wg: Any,
-    t0: Any,
     gmem: Any,
     scratch: Any,
     acc: Any,
@@ -27,7 +26,7 @@ def store(
     unit: float,
     sink: Any,
 ) -> None:
-    """Stores the output and the log-sum-exp of the 64 queries from `t0` on of warpgroup `wg`.
+    """Stores the output and the log-sum-exp of the 64 queries of warpgroup `wg`.
 
     `acc`: the sums of p v, one array for each chunk of the head dim; m, l, unit, sink: as of `finish`.
     """
@@ -40,9 +39,10 @@ def store(
         out_smem[wg, i] = x.astype(plan.tiles.out.dtype)
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()
-    b, n, row = result_place(plan, block, wg)
-    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, b, pl.ds(row, 64), n, block.column_part)
-    lse_rows = gmem.lse.at[b, n, pl.ds(row, 64)]
+    entry, t0 = result_entry(plan, block), block.t0 + wg * 64
+    rows = pl.ds(t0, 64)
+    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, entry, rows, block.n, block.column_part)
+    lse_rows = gmem.lse.at[entry, block.n, rows]
     store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[wg], lse_rows)
     conditions = [block.column_part == 0] if plan.column_parts > 1 else []
     if not (plan.skips_steps or gmem.lse.shape[2] % plan.config.block_q == 0):

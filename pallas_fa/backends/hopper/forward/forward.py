@@ -42,17 +42,16 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     return out, jnp.swapaxes(lse[:, :, : problem.dims.T], 1, 2)
 
 
-def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) -> tuple[Any, Any]:
+def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     """Returns (out, [B, T, N, Hv] in the plan's query layout, lse [B, N, rows]), rows of whole warpgroups.
 
-    If the keys are split they are partial results, with [B * kv_splits, ...], or with stream-K
-    [entries, 1, rows of a query block, ...]; out is float32 then. `visits`: the visit table, and `shares`: that of
-    stream-K, if the plan has them.
+    If the keys are split they are partial results, with [B * kv_splits, ...]; out is float32 then. `visits`: the visit
+    table, if the plan has one.
     """
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
     q = products.in_memory(problem, operands.q, plan.query_layout)
     k, v = (products.in_memory(problem, x, problem.layout) for x in (operands.k, operands.v))
-    arrays = plan.in_memory(operands, visits, shares)
+    arrays = plan.in_memory(operands, visits)
     if isinstance(k, Paged):
         arrays.append(k.table)
         k, v = k.pages, v.pages
@@ -63,9 +62,6 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
     entries = dims.B * config.kv_splits
     out_shape = ordered(plan.query_layout, (entries, dims.T, dims.N, problem.Hv))
     lse_shape = entries, dims.N, pl.cdiv(dims.T, 64) * 64
-    if plan.stream_k:
-        out_shape = plan.stream_k.entries, 1, min(dims.T, config.block_q), problem.Hv
-        lse_shape = plan.stream_k.entries, 1, config.block_q
     return launch(
         flash_attention_forward,
         q,
@@ -76,7 +72,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
             jax.ShapeDtypeStruct(out_shape, plan.tiles.out.dtype),
             jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
-        ctas=plan.ctas,
+        ctas=plan.grid.ctas,
         warpgroups=config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )
@@ -85,9 +81,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any, shares: Any = None) 
 class _Refs(NamedTuple):
     """Device memory.
 
-    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `share_table`: of stream-K, None where the
-    shares are known while tracing; `sinks`: [B|1, N]; `dropout`: see there; `page_table`: None where keys and values are
-    not in pages.
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
+    `page_table`: None where keys and values are not in pages.
     """
 
     q: Any
@@ -95,7 +90,6 @@ class _Refs(NamedTuple):
     v: Any
     arrays: tuple[Any, ...]
     visit_table: Any
-    share_table: Any
     sinks: Any
     dropout: Any
     page_table: Any
@@ -108,10 +102,9 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     page_table = None if plan.problem.pages is None else arrays.pop()
     dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
-    share_table = arrays.pop() if plan.stream_k and plan.stream_k.visits is None else None
     visit_table = arrays.pop() if plan.visit_table else None
     scratch = by_name(plan, scratch)
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, share_table, sinks, dropout, page_table, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, out, lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 
@@ -121,7 +114,7 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
         ping_pong = ping_pong_barrier(plan, scratch)
         if ping_pong:
             pl.when(wg == plan.config.compute_wgs - 1)(lambda: ping_pong.arrive(0))
-        for_blocks(plan, gmem, lambda block: Compute(plan, block, wg, gmem, scratch).run())
+        for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run())
         if ping_pong:
             pl.when(wg == 0)(lambda: ping_pong.wait(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -129,5 +122,5 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     @pl.when(wg == plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
-        counts = for_blocks(plan, gmem, lambda block: Load(plan, block, gmem, scratch).run())
-        drain(plan, *counts, gmem, scratch)
+        counts = for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
+        drain(plan, *counts, scratch)

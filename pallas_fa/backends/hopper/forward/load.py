@@ -114,22 +114,20 @@ class Load:
 
     def _queries(self):
         plan, block = self.plan, self.block
-        q_smem, ready = (work.of_queries(block, x) for x in (self.smem["q"], self.scratch["q_ready"]))
+        q_smem, ready = self.smem["q"], self.scratch["q_ready"]
         for wg in range(plan.config.compute_wgs):
             rows = self._rows(wg)
             plan.tiles.q.load(self.gmem.q, block.b, rows, block.n, q_smem.at[wg], ready)
             for a in plan.arrays.of_kind("column"):
                 source = self.gmem.arrays[a].at[(*plan.arrays[a].index(block.b, block.n), rows)]
-                plgpu.copy_gmem_to_smem(source, work.of_queries(block, self.scratch[f"array{a}_smem"]).at[wg], ready)
+                plgpu.copy_gmem_to_smem(source, self.scratch[f"array{a}_smem"].at[wg], ready)
 
     def _rows(self, wg):
         # For front padding other rows are loaded: the barriers count on it.
         return pl.ds(self.plan.blocks.present(self.block.t0 + wg * 64), 64)
 
     def _next_queries(self):
-        block, free = self.block, self.scratch["q_free"]
-        in_use = block.done > 0 if block.segment is None else block.segment.order >= self.plan.q_stages
-        pl.when(in_use)(lambda: plgpu.barrier_wait(work.of_queries(block, free)))
+        pl.when(self.block.done > 0)(lambda: plgpu.barrier_wait(self.scratch["q_free"]))
         self._queries()
 
     def _arrays(self, steps, i, keys):
@@ -155,16 +153,12 @@ def wait_free(plan: ForwardPlan, step: Any, slot: Any, free: Any) -> None:
     pl.when(step >= plan.config.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
 
-def drain(plan: ForwardPlan, done: Any, arrays_done: Any, gmem: Any, scratch: dict[str, Any]) -> None:
+def drain(plan: ForwardPlan, done: Any, arrays_done: Any, scratch: dict[str, Any]) -> None:
     """Waits for every completed phase of a barrier that no step waited for: each must be, before the CTA ends."""
     rings = [("k_free", done, plan.k_pieces), ("v_free", done, 1)]
     rings += [("arrays_free", arrays_done, 1)] if plan.arrays.streamed else []
     for name, count, pieces in rings:
         for i in range(plan.config.stages * pieces):
             pl.when(i // pieces < count)(lambda name=name, i=i: plgpu.barrier_wait(scratch[name].at[i]))
-    if plan.stream_k:
-        segments = plan.stream_k.segments(gmem.share_table)
-        for slot in range(plan.q_stages):
-            pl.when(slot < segments)(lambda slot=slot: plgpu.barrier_wait(scratch["q_free"].at[slot]))
-    elif plan.several_blocks:
+    if plan.several_blocks:
         plgpu.barrier_wait(scratch["q_free"])

@@ -84,7 +84,7 @@ class Logits:
             return visited.words[a]
         smem = self.scratch[f"array{a}_smem"]
         if array.kind == "column":
-            return array.load(work.of_queries(self.block, smem).at[self.wg], shape, TILE)
+            return array.load(smem.at[self.wg], shape, TILE)
         if slot is None:
             return None
         return array.load(smem.at[slot] if array.kind == "row" else smem.at[slot, self.wg], shape, TILE)

@@ -9,14 +9,11 @@ import numpy as np
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
-from pallas_fa.backends.gpu.stream_k import StreamK
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
-
-Q_STAGES = 2  # query blocks in shared memory where CTAs process segments of a few steps
 
 
 class ValueRows(NamedTuple):
@@ -80,9 +77,9 @@ class ForwardPlan(ForwardCore):
         v, out = (dataclasses.replace(x, **column_parts) for x in (v, out))
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         v = v.summed_over(self.config.block_kv)
-        if self.config.kv_splits > 1 or self.stream_k:  # partial results are float32
-            layout = "BNTH" if self.stream_k else self.query_layout
-            out = dataclasses.replace(out, dtype=np.dtype(np.float32), layout=layout, in_chunks=True)
+        if self.config.kv_splits > 1:  # partial results are float32
+            out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
+            v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
             if v.chunk != out.chunk:
@@ -121,29 +118,10 @@ class ForwardPlan(ForwardCore):
         group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
 
-    @functools.cached_property
-    def stream_k(self) -> StreamK | None:
-        """How CTAs share the visits of all query blocks; None where each query block has a CTA."""
-        dims = self.problem.dims
-        if not self.config.stream_k:
-            return None
-        visits = self.kv_blocks if self.problem.mask is None else None
-        return StreamK(self.config.stream_k, dims.B * dims.N * self.blocks.count, visits)
-
-    @property
-    def ctas(self) -> int:
-        """How many CTAs the kernel has."""
-        return self.stream_k.ctas if self.stream_k else self.grid.ctas
-
     @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several query blocks, one after the other."""
-        return self.blocks.pairs > 0 or self.stream_k is not None
-
-    @property
-    def q_stages(self) -> int:
-        """Query blocks in shared memory."""
-        return Q_STAGES if self.stream_k else 1
+        return self.blocks.pairs > 0
 
     @property
     def boxes(self) -> int:
@@ -170,7 +148,7 @@ class ForwardPlan(ForwardCore):
         c = self.config
         shorter = self.problem.mask is not None and c.block_q > c.block_kv
         past_the_end = 0 < self.problem.dims.T % c.block_q <= c.block_q - 64
-        return not self.visit_table and not c.stream_k and c.compute_wgs > 1 and (shorter or past_the_end)
+        return not self.visit_table and c.compute_wgs > 1 and (shorter or past_the_end)
 
     @property
     def separate_out(self) -> bool:

@@ -26,10 +26,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     c = plan.config
     ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
     scratch: dict[str, Any] = {}
-    q_lead = (*((plan.q_stages,) if plan.q_stages > 1 else ()), c.compute_wgs)
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
     for i in sorted(streamed + columns):
-        lead = dict(row=(c.stages,), column=q_lead, tile=(c.stages, c.compute_wgs))[arrays[i].kind]
+        lead = dict(row=(c.stages,), column=(c.compute_wgs,), tile=(c.stages, c.compute_wgs))[arrays[i].kind]
         # TMA starts to write at multiples of 128 bytes: 32 elements of a row.
         width = pl.cdiv(c.block_kv, 32) * 32 if arrays[i].kind == "row" else c.block_kv
         scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=width)
@@ -49,13 +48,12 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     if plan.several_blocks:
-        scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=plan.q_stages)
-    q_arrivals = c.compute_wgs * (plan.tiles.q.copies + len(columns))
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=plan.q_stages)
+        scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
     if plan.out_over_q:
-        scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, *q_lead, rows=64)
+        scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:
-        scratch["q_smem"] = plan.tiles.q.scratch(*q_lead, rows=64)
+        scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
         scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
