@@ -176,9 +176,11 @@ def test_pairs_of_blocks_are_accurate(case, config, check):
 
 
 KEY_BLOCKS = tuple(
-    (Case(T, S, mask, score, "bfloat16", N=4, K=2, H=H, Hv=H), ForwardConfig(block_kv=block_kv, **options))
+    (
+        Case(T, S, mask, score, "bfloat16", N=4, K=2, H=H, Hv=H),
+        ForwardConfig(block_kv=block_kv, ping_pong=True, rescale_under_qk=True),
+    )
     for H, block_kv in ((64, 112), (128, 176), (256, 80))
-    for options in ({"pin_softmax": False, "ping_pong": True, "rescale_under_qk": True},)
     for T, S, mask, score in (
         (344, 520, "full", "plain"),
         (1024, 1024, "causal", "plain"),

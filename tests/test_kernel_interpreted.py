@@ -25,8 +25,8 @@ PAIRS_PING_PONG = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, q_blo
 TWO_PAIRS = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=2))
 PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1))
 EIGHTY, MANY_KEYS = (
-    Config(forward=ForwardConfig(block_kv=block_kv, pin_softmax=False, ping_pong=True, rescale_under_qk=True))
-    for block_kv in (80, 176)
+    Config(forward=ForwardConfig(block_kv=block_kv, pin_softmax=pins, ping_pong=True, rescale_under_qk=True))
+    for block_kv, pins in ((80, True), (176, False))
 )
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 

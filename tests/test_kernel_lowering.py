@@ -126,7 +126,7 @@ def test_every_configuration_of_the_tables_lowers(dim, dtype, config):
 @pytest.mark.parametrize(("H", "block_kv"), [(64, 112), (128, 176), (256, 80)])
 @pytest.mark.parametrize(("S", "mask"), [(520, "causal"), (517, "full")])
 def test_key_blocks_of_multiples_of_16_lower(H, block_kv, S, mask):
-    config = ForwardConfig(block_kv=block_kv, pin_softmax=False, ping_pong=True, rescale_under_qk=True)
+    config = ForwardConfig(block_kv=block_kv, ping_pong=True, rescale_under_qk=True)
     case = dataclasses.replace(BASE, T=344, S=S, mask=mask, H=H, Hv=H)
     assert lower_forward(case, config=Config(forward=config)) == 1
 

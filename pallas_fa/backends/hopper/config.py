@@ -43,8 +43,9 @@ class ForwardConfig:
       stages: depth of the rings of K and V.
       l2_head_group: heads whose CTAs run concurrently, so that their keys and values stay in the L2 cache; the CTAs with
         the most work first. It applies where there is a mask.
-      pin_softmax: stores the row sums in each step. Nothing reads them: the store stops ptxas from sinking the
-        exponentials below the wait for P V, which they are to overlap (evidence: forward/pin-the-softmax).
+      pin_softmax: stores a statistic of the softmax in each step. Nothing reads it: the store stops ptxas from sinking what
+        it depends on below the wait for P V. It is the row sums, and so all exponentials; with rescale_under_qk the
+        maximum (evidence: forward/pin-the-softmax).
       q_block_pairs: pairs of query blocks per CTA; 0: a single block. Each block's loads overlap the epilogue of the
         block before.
       ping_pong: the warpgroups issue their matmuls alternately, so that one's softmax overlaps the other's matmuls
@@ -53,7 +54,7 @@ class ForwardConfig:
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
         with few queries, which would not fill the GPU.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
-        after the wait for P V, while they may be idle. Not measured (forward/rescale-under-qk).
+        after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.

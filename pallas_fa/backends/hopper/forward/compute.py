@@ -153,16 +153,30 @@ class Compute:
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
         per_query = TILE.reduce(1)
-        m = plgpu.layout_cast(jnp.full((64,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), per_query)
-        l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
         # The factor is that of all steps.
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
+        m, l = self._before_first_step()
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
         factor = None
-        if plan.config.rescale_under_qk and plan.subtract_max:
+        if plan.rescales_under_qk:
             factor = plgpu.layout_cast(jnp.ones((64,), jnp.float32), per_query)
         return acc, factor, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
+
+    def _before_first_step(self):
+        """Returns the maximum and the partial sums of no keys: of the sink alone where the softmax starts at it."""
+        m = jnp.float32(-jnp.inf if self.plan.subtract_max else 0.0)
+        l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
+        if self.sink is not None and self.plan.starts_at_sink:
+            m = self.sink * (1 / self._unit)
+            is_first = plgpu.broadcasted_iota(jnp.int32, l.shape, 1, layout=TILE) == 0
+            l = jnp.where(is_first, jnp.where(self.sink == -jnp.inf, 0.0, 1.0), l)
+        return plgpu.layout_cast(jnp.full((64,), m, jnp.float32), TILE.reduce(1)), l
+
+    @property
+    def _unit(self):
+        """What the maximum is a multiple of (see `online_softmax`)."""
+        return 1 / LOG2E if self.plan.problem.score is None else self.factor
 
     def _dropped(self, p, i, visited):
         """Returns the probabilities of step i after dropout, which the epilogue scales."""
@@ -190,7 +204,7 @@ class Compute:
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, self._dropped(p_i, i, visited), *of_max
             if plan.config.pin_softmax:
-                scratch["pin_smem"][self.wg] = results[0]
+                scratch["pin_smem"][self.wg] = results[2 if plan.pins_maximum else 0]
             return results
 
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(k_slot)[0]])
@@ -230,8 +244,8 @@ class Compute:
 
         acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
-        unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.gmem, scratch, acc, m, l, unit, self.sink)
+        sink = None if plan.starts_at_sink else self.sink
+        epilogue.store(plan, self.block, self.wg, self.gmem, scratch, acc, m, l, self._unit, sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""

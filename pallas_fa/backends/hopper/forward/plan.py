@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
@@ -132,6 +133,26 @@ class ForwardPlan(ForwardCore):
     def has_padding_keys(self) -> bool:
         """Whether a step may see keys past the end of the sequence."""
         return super().has_padding_keys or self.config.kv_splits > 1
+
+    @property
+    def rescales_under_qk(self) -> bool:
+        """Whether the sums of P V are rescaled under the next Q K^T."""
+        return self.config.rescale_under_qk and self.subtract_max
+
+    @property
+    def pins_maximum(self) -> bool:
+        """Whether each step stores the maximum, to keep it before the wait for P V; else the row sums."""
+        return self.config.pin_softmax and self.rescales_under_qk
+
+    @property
+    def starts_at_sink(self) -> bool:
+        """Whether the online softmax starts with the sink as the first logit of each row; else it is added at the end.
+
+        Only where probabilities have the exponents of float32: next to a large sink, they are all small
+        (evidence: forward/sinks).
+        """
+        has_range = products.operand_dtype(self.problem) == jnp.bfloat16
+        return self.problem.sinks is not None and self.subtract_max and has_range
 
     @property
     def ping_pong(self) -> bool:

@@ -46,7 +46,8 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     if plan.separate_out and not plan.out_over_q:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
-        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
+        columns_of_pin = () if plan.pins_maximum else (SUM_COLUMNS,)
+        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
