@@ -24,6 +24,10 @@ PING_PONG, THREE_PING_PONG = (
 PAIRS_PING_PONG = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, q_block_pairs=1, ping_pong=True))
 TWO_PAIRS = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=2))
 PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1))
+EIGHTY, MANY_KEYS = (
+    Config(forward=ForwardConfig(block_kv=block_kv, pin_softmax=pins, ping_pong=True, rescale_under_qk=True))
+    for block_kv, pins in ((80, True), (176, False))
+)
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -97,6 +101,12 @@ CASES = {
         dataclasses.replace(BASE, mask="segments", score="everything", sinks="heads", dropout=0.3),
         PAIRS_PING_PONG,
     ),
+    "80 keys a block": (dataclasses.replace(BASE, T=128, S=256), EIGHTY),
+    "80 keys a block, odd lengths, bias of rows": (
+        dataclasses.replace(BASE, mask="causal", score="everything"),
+        EIGHTY,
+    ),
+    "176 keys a block, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), MANY_KEYS),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 
