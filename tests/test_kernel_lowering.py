@@ -123,6 +123,14 @@ def test_every_configuration_of_the_tables_lowers(dim, dtype, config):
     assert lower_forward(case, config=Config(forward=config)) == 1
 
 
+@pytest.mark.parametrize(("H", "block_kv"), [(64, 112), (128, 176), (256, 80)])
+@pytest.mark.parametrize(("S", "mask"), [(520, "causal"), (517, "full")])
+def test_key_blocks_of_multiples_of_16_lower(H, block_kv, S, mask):
+    config = ForwardConfig(block_kv=block_kv, ping_pong=True, rescale_under_qk=True)
+    case = dataclasses.replace(BASE, T=344, S=S, mask=mask, H=H, Hv=H)
+    assert lower_forward(case, config=Config(forward=config)) == 1
+
+
 @pytest.mark.parametrize(("heads", "pairs"), [(1, 0), (16, 0), (33, 1), (66, 2), (132, 4), (MANY, 4)])
 def test_no_more_pairs_than_keep_multiprocessors_busy(heads, pairs):
     """At 1024 queries there are 8 blocks of queries for each head, for 132 multiprocessors."""
@@ -182,7 +190,8 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
     ("arguments", "message"),
     [
         ({"compute_wgs": 4}, "compute_wgs=4"),
-        ({"block_kv": 80}, "block_kv=80"),
+        ({"block_kv": 72}, "block_kv=72"),
+        ({"block_kv": 272}, "block_kv=272"),
         ({"stages": 0}, "stages=0"),
         ({"l2_head_group": 0}, "l2_head_group=0"),
         ({"q_block_pairs": -1}, "q_block_pairs=-1"),

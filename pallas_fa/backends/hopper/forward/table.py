@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.grid import Grid, persistent_ctas
-from pallas_fa.backends.gpu.tables import Row, Span, Table, up_to
+from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import ForwardConfig
 
 # A CTA takes this long to start, in query blocks (evidence: forward/q-blocks-per-cta).
@@ -39,7 +39,11 @@ class ForwardFacts(NamedTuple):
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
+_H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
+_LONG = at_least(8193)
+_LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
+_LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
 _WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
@@ -101,10 +105,28 @@ TILES = Table(
         uniform=True,
         visit_table=True,
     ),
-    Row(_two_warpgroups(q_in_registers=True, l2_head_group=8), "forward/queries-in-registers", **_H128, uniform=True),
+    Row(
+        (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
+        "forward/key-blocks-of-16",
+        **_H128,
+        uniform=True,
+        length=_LONG,
+    ),
+    Row(
+        _two_warpgroups(l2_head_group=4, **_LATE), "forward/rescale-under-qk", **_H128, visit_table=False, length=_LONG
+    ),
+    Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=8), **_H192),
-    Row(_SMALL, head_dim=up_to(256), value_dim=up_to(256)),
+    Row(
+        (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
+        "forward/key-blocks-of-16",
+        **_H256,
+        uniform=True,
+        visit_table=False,
+        length=at_least(2048),
+    ),
+    Row(_LATE_64, "forward/rescale-under-qk", **_H256),
     Row(_WIDE, "forward/wide-heads"),
 )
 
@@ -125,6 +147,7 @@ PAIRS = Table(
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
     Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
+    Row((4, 2, 1, 0), **_H128, uniform=False, length=up_to(8192)),
     Row((0,)),
 )
 
