@@ -79,16 +79,16 @@ TILES = Table(
         "forward/persistent-ctas",
         **_H64,
         uniform=True,
-        length=up_to(1024),
-        keys=up_to(1024),
+        length=up_to(512),
+        keys=up_to(512),
     ),
     Row(
         (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
         "forward/persistent-ctas",
         **_H64,
         visit_table=True,
-        length=up_to(1024),
-        keys=up_to(1024),
+        length=up_to(512),
+        keys=up_to(512),
     ),
     Row(
         (
@@ -133,7 +133,7 @@ TILES = Table(
 PERSISTENT = Table(
     "forward/persistent-ctas",
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
-    Row(True, **_H64, split=False, packed=False, length=up_to(1024), keys=up_to(1024)),
+    Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(False),
 )
 
