@@ -17,6 +17,7 @@ from tests import test_paged_attention as paged
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import interpreted
 
+RNG = np.random.default_rng(0)
 # Each query of up to 16, 32, 64 in four, two, one part of a key block; None: those of the table, with keys in parts.
 TILES = DecodeConfig(16, 64, 2), DecodeConfig(32, 64, 2, kv_splits=3), DecodeConfig(64, 32, 3), None
 CALLS = {
@@ -88,6 +89,17 @@ def test_lowers():
     pages = shape((40, 40, 2, 128), jnp.bfloat16)
     call = lambda *x: pallas_fa.paged_attention(*x, implementation="mma")
     assert kernels(call, q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32"])
+@pytest.mark.parametrize("tiles", TILES[:3], ids=str)
+def test_arrays_of_every_width_lower(dtype, tiles):
+    """Pallas loads no tiles whose rows have 16 bytes."""
+    x = RNG.standard_normal((3, of_hopper.S))
+    keywords = {"mask": x < 0.5} if dtype == "bool" else {"bias": jnp.asarray(x, dtype)}
+    config = Config(decode=tiles)
+    call = lambda *x: pallas_fa.dot_product_attention(*x, implementation="mma", config=config, **keywords)
+    assert kernels(call, *of_hopper.inputs(3)) == 1
 
 
 @pytest.mark.parametrize("capability, memory", [("8.0", 163), ("8.6", 99), ("9.0", 227)])
