@@ -41,8 +41,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_plot(parser)
     turns.add_turn(parser)
-    told = "divides the workloads among so many processes, which compile side by side (default: %(default)s)"
-    add("--processes", type=command.positive, default=1, help=told)
+    processes.add_processes(parser)
     args = parser.parse_args(argv)
     known = [w.name for w in suites()[args.suite].workloads]
     if unknown := [name for name in args.workloads or () if name not in known]:
@@ -185,8 +184,9 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     args = arguments(argv)
     produced = measured(args)
     if args.processes > 1:
-        end = time.monotonic() + args.budget_seconds
-        produced = processes.measured(_part, argv or sys.argv[1:], _names(args), args.processes, end)
+        take_turn = functools.partial(turns.take, args.turn)
+        among = argv or sys.argv[1:], _names(args), args.processes
+        produced = processes.measured(_part, *among, take_turn, args.budget_seconds)
     out = args.out or row_file.RESULTS / machine.folder() / f"{args.suite}.jsonl"
     table = functools.partial(rows.table, baseline=args.baseline or suites()[args.suite].baseline)
     if not suites()[args.suite].gate:

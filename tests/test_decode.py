@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_fa import dot_product_attention, masks, scores
+from pallas_fa.backends.gpu import few_queries
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.decode import choose
@@ -55,7 +56,7 @@ CALLS = {
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     T, keywords = CALLS[name]
     problem, operands = normalise(*inputs(T), **keywords)
-    assert choose.applies(problem)
+    assert few_queries.applies(problem)
     assert_right_and_free_of_races(problem, operands, decode)
 
 
@@ -108,6 +109,10 @@ def test_more_queries_do_not_split_keys():
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_compiled_kernel_is_accurate(name, H):
+    is_accurate(name, H, "mosaic_gpu")
+
+
+def is_accurate(name, H, kernels):
     """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
     T, keywords = CALLS[name]
     q, k, v = inputs(T, H=H)
@@ -119,7 +124,7 @@ def test_the_compiled_kernel_is_accurate(name, H):
         return [np.asarray(x, np.float64) for x in fn(*arrays)]
 
     truth, xla = call("reference", jnp.float32), call("xla", jnp.bfloat16)
-    ours, again = call("mosaic_gpu", jnp.bfloat16), call("mosaic_gpu", jnp.bfloat16)
+    ours, again = call(kernels, jnp.bfloat16), call(kernels, jnp.bfloat16)
     for want, theirs, got, same in zip(truth, xla, ours, again, strict=True):
         np.testing.assert_array_equal(got, same)
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))

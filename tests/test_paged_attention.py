@@ -219,9 +219,13 @@ def test_the_kernel_is_the_default_on_hopper():
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_compiled_kernel_reads_what_it_reads_of_one_piece(name, H, rng):
+    reads_what_it_reads_of_one_piece(name, H, rng, "mosaic_gpu")
+
+
+def reads_what_it_reads_of_one_piece(name, H, rng, kernels):
     page, layout, T, keywords = CALLS[name]
     (q, *pages, lengths), whole = call_in_bfloat16(rng, page, layout, T, 1024, H)
-    options = dict(implementation="mosaic_gpu", return_residual=True, **keywords)
+    options = dict(implementation=kernels, return_residual=True, **keywords)
     got = jax.jit(lambda *x: pallas_fa.paged_attention(*x, page_layout=layout, **options))(q, *pages, lengths)
     want = jax.jit(lambda *x: pallas_fa.dot_product_attention(*x, key_value_seq_lengths=lengths, **options))(*whole)
     for x, y in zip(got, want, strict=True):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_fa import masks, ragged_paged_attention
 from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.backends.mma.decode.decode import decode as decode_by_mma
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 from tests.lowering import kernels
@@ -109,7 +110,8 @@ def test_keys_and_values_are_not_copied():
     assert kernels(on_gpu, *given, *rest) == 1
 
 
-def test_interpreted_kernel_finds_keys_and_values_between_each_other(rng):
+@pytest.mark.parametrize("decode", [decode, decode_by_mma])
+def test_interpreted_kernel_finds_keys_and_values_between_each_other(decode, rng):
     q, pages, _, table, *_ = arguments(rng, [(2, 60), (2, 128)], jnp.bfloat16)
     lengths = jnp.array([60, 128])
     keys, values = (Paged(pages, table[:2], interleaved=i) for i in (0, 1))

@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.page_numbers import page_numbers
 from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -94,7 +95,10 @@ class Load:
     def _pages(self, rows):
         """Returns the pages of these rows; None where keys and values are arrays."""
         held = self.plan.problem.pages
-        return None if held is None else pages.numbers(held, self.gmem.page_table, self.block.b, rows)
+        if held is None:
+            return None
+        box = rows.size // self.plan.boxes
+        return page_numbers(held, self.gmem.page_table, self.block.b, rows.start, rows.size, box)
 
     def _keys_or_values(self, name, rows, at, slot, ready):
         tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
