@@ -52,7 +52,7 @@ CASES = {
     "soft cap, sinks of -inf": (dataclasses.replace(BASE, mask="causal", score="soft_cap", sinks="batch"), THREE),
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
-    "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
+    "odd head dims, sinks": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal", sinks="heads"), TWO),
     "96 columns, causal, grouped heads": (
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, H=96, Hv=96, mask="causal"),
         TWO,
