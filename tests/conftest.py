@@ -48,6 +48,15 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """What one run of the training program compiled, the next reads; in other processes too."""
+    from tests import training
+
+    with training.compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
 @pytest.fixture
 def rng():
     """A generator with a fixed seed."""

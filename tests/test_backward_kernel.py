@@ -58,6 +58,23 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
     ),
+    "several blocks, one past the end": (
+        dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
+    ),
+    "several blocks, empty rows, grouped heads": (
+        dataclasses.replace(BASE, T=200, S=300, N=4, K=2, batch=(2,), mask="lengths"),
+        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=5))},
+    ),
+    "one key block, empty rows": (dataclasses.replace(BASE, T=200, S=100, batch=(2,), mask="lengths"), {}),
+    "one key block of several heads, odd head dims": (
+        dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=40, Hv=48, batch=(2,), mask="causal"),
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
+    ),
+    "one key block of several heads, float32": (
+        dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=32, Hv=32, batch=(2,), mask="causal", dtype="float32"),
+        {"config": Config(backward=BackwardConfig(1, 64, (1, 1), 1, persistent_ctas=3))},
+    ),
     "sums start at zeros": (
         dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
         {"config": Config(backward=BackwardConfig(first_store=False))},
@@ -364,7 +381,7 @@ def test_every_length_lowers(T, S, dtype):
 def test_every_config_lowers(gives, H, dtype, masked):
     deterministic = gives != ("dk", "dv", "dq")
     flags = dict(masked=masked, visit_table=masked, split=dtype == "float32")
-    for config in backward_configs(BackwardFacts(gives, H, H, 4096, group=1, **flags)):
+    for config in backward_configs(BackwardFacts(gives, H, H, 4096, 4096, 10_000, group=1, **flags), GPU):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal", dtype=dtype)
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1

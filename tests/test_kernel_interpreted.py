@@ -79,6 +79,14 @@ CASES = {
         dataclasses.replace(BASE, T=300, S=300, mask="causal"),
         PAIRS_PING_PONG,
     ),
+    "persistent, empty rows": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths"),
+        Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, ping_pong=True, persistent_ctas=3)),
+    ),
+    "persistent, pairs, grouped heads, bias": (
+        dataclasses.replace(BASE, T=300, N=4, K=2, score="bias_shared"),
+        Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1, persistent_ctas=3)),
+    ),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score, sinks": (
         dataclasses.replace(BASE, mask="causal", score="everything", sinks="heads"),
@@ -114,6 +122,17 @@ def interpreted(problem, operands, kernel=forward.forward):
         return results, gpu_callbacks.get_races().races_found
 
 
+def assert_right_and_free_of_races(problem, operands, kernel=forward.forward):
+    (out, lse), races = interpreted(problem, operands, kernel)
+    assert not races
+    out = np.asarray(out, np.float32)
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    # One rounding of p and one of the result, to bfloat16.
+    np.testing.assert_allclose(out, true_out, rtol=2e-2, atol=2e-2)
+    assert np.linalg.norm(out - true_out) < 4e-3 * np.linalg.norm(true_out)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
 def problem_of(case, config):
     inputs = case.inputs()
     return normalise(*inputs.qkv, config=config, **inputs.keywords(inputs.arrays))
@@ -121,15 +140,7 @@ def problem_of(case, config):
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
-    problem, operands = problem_of(*CASES[name])
-    (out, lse), races = interpreted(problem, operands)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    # One rounding of p and one of the result, to bfloat16.
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    error = np.linalg.norm(np.asarray(out, np.float32) - true_out) / np.linalg.norm(true_out)
-    assert error < 4e-3
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(*problem_of(*CASES[name]))
 
 
 @pytest.mark.parametrize("forbidden", [-1e9, -1e10, -1e30, float(np.finfo(np.float32).min)])
@@ -139,11 +150,7 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
     bias = np.where(np.tri(200, dtype=np.bool_), 0, forbidden).astype(np.float32)
     bias[7] = forbidden
     problem, operands = normalise(*inputs.qkv, bias=bias, config=TWO)
-    (out, lse), races = interpreted(problem, operands)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(problem, operands)
 
 
 def test_padding_may_hold_nan():

@@ -53,6 +53,8 @@ class ForwardConfig:
       q_in_registers: queries are an operand in registers, not in shared memory.
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
         with few queries, which would not fill the GPU.
+      persistent_ctas: CTAs that process what else a CTA each would, one after the other: the loads of each block overlap the
+        epilogue of the block before, of another head too. 0: none.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
 
@@ -69,6 +71,7 @@ class ForwardConfig:
     ping_pong: bool = False
     q_in_registers: bool = False
     kv_splits: int = 1
+    persistent_ctas: int = 0
     rescale_under_qk: bool = False
 
     def __post_init__(self):
@@ -86,6 +89,8 @@ class ForwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.kv_splits < 1:
             raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
+        if self.persistent_ctas < 0:
+            raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
 
     @property
     def block_q(self) -> int:
@@ -126,6 +131,8 @@ class BackwardConfig:
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
+      persistent_ctas: CTAs that process key blocks one after the other, each with the block that follows those of all:
+        its loads overlap the block before. 0: a CTA for each block. For passes that hold keys, without `chunk_slots`.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -141,6 +148,7 @@ class BackwardConfig:
     by_tile: bool = False
     statistics_last: bool = False
     chunk_slots: int = 0
+    persistent_ctas: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
@@ -159,6 +167,8 @@ class BackwardConfig:
             raise ValueError(f"stagger={self.stagger} must be at least 0, a number of tiles.")
         if self.l2_head_group < 1:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
+        if self.persistent_ctas < 0:
+            raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
 
     @property
     def rows(self) -> int:

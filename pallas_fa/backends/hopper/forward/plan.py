@@ -115,14 +115,19 @@ class ForwardPlan(ForwardCore):
     @functools.cached_property
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
-        dims, is_masked = self.problem.dims, self.problem.mask is not None
-        group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
+        dims, in_groups = self.problem.dims, self.problem.mask is not None and not self.config.persistent_ctas
+        group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if in_groups else 1
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the kernel."""
+        return min(self.grid.ctas, self.config.persistent_ctas or self.grid.ctas)
 
     @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several query blocks, one after the other."""
-        return self.blocks.pairs > 0
+        return self.blocks.pairs > 0 or self.config.persistent_ctas > 0
 
     @property
     def boxes(self) -> int:
