@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import re
 
 import jax
 import numpy as np
@@ -174,7 +175,7 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
     problem, operands = problem_of(dataclasses.replace(BASE, T=128, S=384), TWO)
     try:
         _, races = interpreted(problem, operands)
-    except jax.errors.JaxRuntimeError as error:  # the interpreter may notice first that nobody awaited a phase
-        assert "Barrier completed phase 1, but no threads observed phase 0." in str(error)
+    except jax.errors.JaxRuntimeError as error:  # the interpreter may notice first, in either of two places
+        assert re.search("no threads observed phase 0|for the first time, but barrier is already at phase", str(error))
     else:
         assert races
