@@ -28,7 +28,7 @@ class Mutation(NamedTuple):
 
 
 INTERVALS = "tests/test_documents.py -k ranges"
-MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests/test_backward_kernel.py -k interpreted"
+MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_schedule.py"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
 BLOCKS = "tests/test_block_masks.py"

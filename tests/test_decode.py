@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pallas_fa import dot_product_attention, masks, scores
-from pallas_fa.backends import reference
 from pallas_fa.backends.gpu import few_queries
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
@@ -14,7 +13,7 @@ from pallas_fa.backends.hopper.decode import choose
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.problem import normalise
 from tests.lowering import kernels
-from tests.test_kernel_interpreted import interpreted
+from tests.test_kernel_interpreted import assert_right_and_free_of_races, interpreted
 
 RNG = np.random.default_rng(0)
 B, S, N, K, H = 2, 330, 4, 2, 64
@@ -58,11 +57,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     T, keywords = CALLS[name]
     problem, operands = normalise(*inputs(T), **keywords)
     assert few_queries.applies(problem)
-    (out, lse), races = interpreted(problem, operands, decode)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(problem, operands, decode)
 
 
 @pytest.mark.parametrize("K", [2, N])
@@ -78,7 +73,7 @@ def test_the_other_layout(K):
 
 
 def test_padding_may_hold_nan():
-    q, k, v = inputs(2)
+    q, k, v = inputs(2, N=2, K=1)
     padded = [x.at[0, LENGTHS[0] :].set(jnp.nan) for x in (k, v)]
     (out, lse), _ = interpreted(*normalise(q, *padded, key_value_seq_lengths=LENGTHS), decode)
     (true_out, true_lse), _ = interpreted(*normalise(q, k, v, key_value_seq_lengths=LENGTHS), decode)

@@ -11,13 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_fa import masks, ragged_paged_attention
-from pallas_fa.backends import reference
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.mma.decode.decode import decode as decode_by_mma
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 from tests.lowering import kernels
-from tests.test_kernel_interpreted import interpreted
+from tests.test_kernel_interpreted import assert_right_and_free_of_races
 from tests.test_sharding import mesh_of
 
 PAGE, N, K, H, TOKENS, SEQUENCES = 16, 4, 2, 16, 70, 7
@@ -118,11 +117,7 @@ def test_interpreted_kernel_finds_keys_and_values_between_each_other(decode, rng
     keys, values = (Paged(pages, table[:2], interleaved=i) for i in (0, 1))
     mask = masks.Causal(align="bottom_right")
     problem, operands = normalise(q[:4].reshape(2, 2, N, H), keys, values, mask=mask, key_value_seq_lengths=lengths)
-    (out, lse), races = interpreted(problem, operands, decode)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(problem, operands, decode)
 
 
 def test_heads_over_explicit_axes(rng):
@@ -137,7 +132,8 @@ def test_heads_over_explicit_axes(rng):
 WRONG = {
     "q": (0, np.zeros((70, 4), np.float32), r"q.shape=\(70, 4\).*must be \[tokens, N, H\]"),
     "odd heads": (1, np.zeros((40, 16, 3, 16), np.float32), "keys in the even heads"),
-    "dtypes": (1, np.zeros((40, 16, 4, 16), np.float16), "nothing is converted silently"),
+    "dtypes": (1, np.zeros((40, 16, 4, 16), np.float16), "kv_pages.dtype=float16.*nothing is converted silently"),
+    "heads": (0, np.zeros((70, 3, 16), np.float32), r"N=3 must be a multiple of that of key heads K=2"),
     "kv_lens": (2, np.zeros(3, np.int32), r"kv_lens.shape=\(3,\) must be \(7,\)"),
     "float table": (3, np.zeros((7, 8), np.float32), "page_indices.dtype=float32 must be an integer"),
     "table": (3, np.zeros(7, np.int32), r"page_indices.shape=\(7,\) must be \[max sequences"),
@@ -160,3 +156,11 @@ def test_wrong_numbers(rng):
     for wrong in (dict(sliding_window=0), dict(num_queries_per_block=0)):
         with pytest.raises(ValueError, match="must be an int of at least 1"):
             ragged_paged_attention(*given, **wrong)
+    for wrong in (dict(sm_scale=None), dict(k_scale="2"), dict(v_scale=jnp.ones((2, 1, 1, 1)))):
+        with pytest.raises(TypeError, match=f"(?s)^{next(iter(wrong))}=.* must be a number"):
+            ragged_paged_attention(*given, **wrong)
+
+
+def test_no_tokens(rng):
+    q, *rest = arguments(rng, BATCHES["both"])
+    assert ragged_paged_attention(q[:0], *rest).shape == (0, *q.shape[1:])

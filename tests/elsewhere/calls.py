@@ -147,7 +147,9 @@ def _hopper(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     in_tables = -(-head_dim // 64) * 64
     facts = [
-        HopperForwardFacts(in_tables, in_tables, length, B * N, uniform, visit_table=False, packed=packed, split=False)
+        HopperForwardFacts(
+            in_tables, in_tables, length, length, B * N, uniform, visit_table=False, packed=packed, split=False
+        )
         for length, uniform, packed in itertools.product((1024, 2**14), (not causal,), (False, True))
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
@@ -158,7 +160,7 @@ def _hopper(gpu, head_dim, causal):
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
     for tiles in hopper_backward_configs(
-        HopperBackwardFacts(gives, in_tables, in_tables, T, 1, causal, visit_table=False, split=False)
+        HopperBackwardFacts(gives, in_tables, in_tables, T, T, B * N, 1, causal, visit_table=False, split=False), gpu
     ):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
         if hopper_backward.why_no_backward(problem, gpu) is None:

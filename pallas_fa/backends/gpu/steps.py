@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_fa.backends.gpu.schedule import Visits, is_equal
 from pallas_fa.backends.gpu.visit_lists import VisitList
+from pallas_fa.operands import intervals
 
 
 class Steps(NamedTuple):
@@ -31,10 +32,10 @@ class Steps(NamedTuple):
         # Where there may be a boundary block at the start, the first step masks: it is compiled once, with the mask.
         boundary_end = 0
         if not is_equal(visits.full_last, visits.last):
-            boundary_end = jnp.maximum(visits.last - visits.full_last, 1)
+            boundary_end = intervals.maximum(visits.last - visits.full_last, 1)
         full_end = None
         if not is_equal(visits.full_first, visits.first):
-            full_end = jnp.maximum(visits.last - visits.full_first, boundary_end)
+            full_end = intervals.maximum(visits.last - visits.full_first, boundary_end)
         return cls(visits.last - 1, 0, boundary_end, full_end, visits.last - visits.first)
 
     @classmethod
