@@ -119,7 +119,9 @@ CONFIGS = sorted(
 
 @pytest.mark.parametrize(("dim", "dtype", "config"), CONFIGS)
 def test_every_configuration_of_the_tables_lowers(dim, dtype, config):
-    case = dataclasses.replace(BASE, T=500, mask="segments", H=dim, Hv=dim, dtype=dtype)
+    # Where the tables have other key blocks there is no mask, and beside 80 keys no shared memory for one.
+    mask = "full" if config.block_kv % 64 else "segments"
+    case = dataclasses.replace(BASE, T=500, mask=mask, H=dim, Hv=dim, dtype=dtype)
     assert lower_forward(case, config=Config(forward=config)) == 1
 
 
