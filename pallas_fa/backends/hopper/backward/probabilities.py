@@ -62,6 +62,7 @@ def probabilities(
         return after_products(s_acc, dp_acc, issued)
 
     def after_products(s_acc, dp_acc: Any, issued):
+        kept = at.kept(plan)  # under the matmuls
         s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
@@ -72,15 +73,17 @@ def probabilities(
             x, p = None, jnp.exp2(s * (scale * LOG2E) + statistic("neg_lse", slots.qk))
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
-        p = tile.dropped(plan, tile.zero_where_masked(p))
-        p_operand = products.operand(problem, tile.kept(plan, p)) if kind.accumulates_pv else None
+        p, p_operand = tile.zero_where_masked(p), None
+        if kind.accumulates_pv:
+            p_operand = products.operand(problem, p if kept is None else kept.select(p))
         if not kind.accumulates_qk:
             return p_operand, None, sums
         dp = wgmma.result(dp_acc, in_flight=0)
-        neg_delta = lambda: statistic("delta", slots.pv)
         if statistics_last:
-            dp = dp + neg_delta()
-        ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, plan.padding.behind_mask or plan.scored)
+            dp = dp + statistic("delta", slots.pv)
+        if kept is not None:
+            dp = kept.select(dp, statistic("delta", slots.pv))
+        ds, gradients = tile.d_logits(plan, x, p, dp, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
         return p_operand, products.operand(problem, ds), new_sums
 

@@ -144,6 +144,7 @@ class Compute:
             self._let_next_issue()
             return self._products(x_acc, slot, issued=0)
 
+        kept = self._kept(i, visited)
         x = self.wgmma.scoped(first_products, (64, plan.config.block_kv))
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
@@ -154,11 +155,13 @@ class Compute:
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
+        return acc, m, l, products.operand(plan.problem, p if kept is None else kept.select(p))
 
-    def _dropped(self, p, i, visited):
-        """Returns the probabilities of step i after dropout, which the epilogue scales."""
-        return p if self.dropout is None else self.dropout.apply(p, self.t0, self.logits.first_key(i, visited))
+    def _kept(self, i, visited):
+        """Returns what dropout keeps of the probabilities of step i, which the epilogue scales; None without dropout."""
+        if self.dropout is None:
+            return None
+        return self.dropout.draw((64, self.plan.config.block_kv), self.t0, self.logits.first_key(i, visited))
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -171,9 +174,10 @@ class Compute:
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
             self._let_next_issue()
+            kept = self._kept(i, visited)  # under the matmuls
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
-            results = l_i, self._dropped(p_i, i, visited), *of_max
+            results = l_i, p_i if kept is None else kept.select(p_i), *of_max
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[0]
             return results

@@ -137,12 +137,14 @@ class Backward:
         streamed_qk, streamed_pv = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
         s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
         tile, x, p = self._probabilities(head, is_boundary, i, s, slot)
+        kept = tile.at.kept(plan)
+        drop = lambda x: x if kept is None else kept.select(x)
         if kind.accumulates_pv:
-            sums = sums._replace(pv=self.mma.plus_product(sums.pv, tile.kept(plan, p), streamed_pv))
+            sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), streamed_pv))
         if kind.accumulates_qk:
-            neg_delta = lambda: self._statistic("delta", slot, p.shape)
-            dp = self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv) + neg_delta()
-            ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, may_be_nan=plan.scored)
+            dp = self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv)
+            dp = drop(dp) + self._statistic("delta", slot, p.shape)
+            ds, gradients = tile.d_logits(plan, x, p, dp, may_be_nan=plan.scored)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
         if plan.config.stages == 1:
@@ -165,7 +167,7 @@ class Backward:
             x = s * scale
             # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
             p = jnp.exp2((tile.scores(x) + neg_lse) * LOG2E)
-        return tile, x, tile.dropped(plan, tile.zero_where_masked(p))
+        return tile, x, tile.zero_where_masked(p)
 
     def _plus_gradients(self, at, gradients, sums):
         """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""
