@@ -175,6 +175,8 @@ class Compute:
             issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
             self._let_next_issue()
             kept = self._kept(i, visited)  # under the matmuls
+            if kept is not None and kept.packed is not None:
+                scratch["kept_smem"][self.wg] = kept.bits
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, p_i if kept is None else kept.select(p_i), *of_max

@@ -44,6 +44,8 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
+    if plan.problem.dropout is not None:
+        scratch["kept_smem"] = plgpu.SMEM((c.compute_wgs, c.block_kv * 2), jnp.int32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
