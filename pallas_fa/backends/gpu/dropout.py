@@ -180,9 +180,7 @@ class _Packed(NamedTuple):
         results = operands[0].copy()
         for at, values in chosen.items():
             results[at] = vector.from_elements(results[at].type, values)
-        return mgpu.FragmentedArray(
-            _registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None
-        )
+        return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
 
 def _philox2x32(first, second, round_keys):

@@ -85,17 +85,15 @@ class TileOfLogits:
         """Returns x, with 0 in the places of pairs that are not allowed."""
         return x if self.allowed is None else jnp.where(self.allowed, x, 0.0)
 
-    def d_logits(self, plan: BackwardCore, x: Any, p: Any, dp: Any, may_be_nan: bool) -> tuple[Any, list[Any]]:
-        """Returns (dS, the gradients of the score's float arrays in this tile).
+    def before_score(self, plan: BackwardCore, x: Any, ds: Any, may_be_nan: bool) -> tuple[Any, list[Any]]:
+        """Returns (dS of the logits before the score, the gradients of the score's float arrays in this tile).
 
         Args:
           plan: the pass's.
           x: scaled logits before the score; not used without one.
-          p: P, before dropout.
-          dp: dO V^T - delta, or -delta where P is dropped.
+          ds: P (dP - delta).
           may_be_nan: whether there may be NaN behind the mask; 0 * NaN is NaN.
         """
-        ds = p * dp
         if may_be_nan:
             ds = self.zero_where_masked(ds)
         if plan.problem.score is None:

@@ -138,13 +138,15 @@ class Backward:
         s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
         tile, x, p = self._probabilities(head, is_boundary, i, s, slot)
         kept = tile.at.kept(plan)
-        drop = lambda x: x if kept is None else kept.select(x)
+        kept_p = p if kept is None else kept.select(p)
         if kind.accumulates_pv:
-            sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), streamed_pv))
+            sums = sums._replace(pv=self.mma.plus_product(sums.pv, kept_p, streamed_pv))
         if kind.accumulates_qk:
             dp = self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv)
-            dp = drop(dp) + self._statistic("delta", slot, p.shape)
-            ds, gradients = tile.d_logits(plan, x, p, dp, may_be_nan=plan.scored)
+            neg_delta = self._statistic("delta", slot, p.shape)
+            # delta is that of all P
+            ds = p * (dp + neg_delta) if kept is None else kept_p * dp + p * neg_delta
+            ds, gradients = tile.before_score(plan, x, ds, may_be_nan=plan.scored)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
         if plan.config.stages == 1:
