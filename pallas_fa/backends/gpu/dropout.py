@@ -23,12 +23,14 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
-from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.softmax.dropout import DECISION_BITS, PARTNER, ROUNDS, Dropout
 from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
 _THREADS = 128  # of a warpgroup
+_PER_THREAD = plgpu.Layout.WG_STRIDED((_THREADS,), vec_size=1)  # a number for each
 _BITS = 32  # of a word
+_CALLS = 8  # for its elements
+_AT_ONCE = 4
 _INFINITY = 0x7C00  # float16
 
 
@@ -42,24 +44,20 @@ def in_memory(dropout: Dropout) -> jax.Array:
 
 
 class Kept(NamedTuple):
-    """Which elements of a tile are kept.
-
-    `bits`: bool of the tile's shape; or int32 [threads * words], the words of each thread, for a tile as `packed` says.
-    """
+    """Which elements of a tile are kept: `bits`, bool of its shape; or, for a tile as `packed` says, the words of it."""
 
     bits: Any
     packed: "_Packed | None" = None
 
-    def select(self, x: Any, other: Any = None) -> Any:
-        """Returns float32 `x` where it is kept, elsewhere `other`, of the same shape, or 0."""
+    def select(self, x: Any) -> Any:
+        """Returns float32 `x` where it is kept, elsewhere 0."""
         if self.packed is None:
-            return jnp.where(self.bits, x, jnp.zeros_like(x) if other is None else other)
-        operands = (x,) if other is None else (x, other)
+            return jnp.where(self.bits, x, jnp.zeros_like(x))
         run: Any = plgpu.inline_mgpu(
-            arg_types=(self.packed.layout, *(TILE for _ in operands)),
+            arg_types=(TILE, *(_PER_THREAD for _ in self.bits)),
             return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
         )(self.packed.select)
-        return run(self.bits, *operands)
+        return run(x, *self.bits)
 
 
 class HeadDropout(NamedTuple):
@@ -83,7 +81,9 @@ class HeadDropout(NamedTuple):
         key, offset, first_query, first_key = (gmem[(*lead, i)] for i in range(4))
         return cls(key, offset, first_query, first_key, dropout.threshold, dropout.aligned and not interpret)
 
-    def draw(self, shape: tuple[int, int], t0: Any, s0: Any, *, keys_by_queries: bool = False) -> Kept:
+    def draw(
+        self, shape: tuple[int, int], t0: Any, s0: Any, *, keys_by_queries: bool = False, pins: Any = None
+    ) -> Kept:
         """Returns which elements of a tile are kept.
 
         Args:
@@ -100,17 +100,17 @@ class HeadDropout(NamedTuple):
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             along = lambda i: lax.broadcast_in_dim(i, shape, [0 if i is rows else 1])
             return Kept(elementwise.inline(self._keeps, along(t), along(s)))
-        rows, columns = rows & ~PARTNER, columns & ~PARTNER
-        if keys_by_queries:
-            columns = columns ^ self.offset
-        else:
-            rows = rows ^ self.offset
+        key = jnp.broadcast_to(self.key, (_THREADS,)) if pins is None else plgpu.load(pins.at[0], layout=_PER_THREAD)
         packed = _Packed(shape, keys_by_queries, self.threshold)
+        word: Any = plgpu.ShapeDtypeStruct((_THREADS,), jnp.int32, layout=_PER_THREAD)
         run: Any = plgpu.inline_mgpu(
-            arg_types=(PER_ROW, PER_COLUMN, plgpu.Layout.WG_SPLAT),
-            return_type=plgpu.ShapeDtypeStruct((_THREADS * packed.words,), jnp.int32, layout=packed.layout),
+            arg_types=(PER_ROW, PER_COLUMN, _PER_THREAD, plgpu.Layout.WG_SPLAT), return_type=(word,) * packed.words
         )(packed.draw)
-        return Kept(run(rows, columns, opaque(self.key, interpret=False)), packed)
+        words = run(rows, columns, key, self.offset)
+        if pins is not None:
+            for i, word in enumerate(words):
+                pins[1 + i] = word
+        return Kept(words, packed)
 
     def _keeps(self, t, s):
         key, offset = (lax.convert_element_type(i, jnp.uint32) for i in (self.key, self.offset))
@@ -133,41 +133,42 @@ class _Packed(NamedTuple):
         return -(-math.prod(self.shape) // (_BITS * _THREADS))
 
     @property
-    def layout(self) -> Any:
-        """How a warpgroup holds the words of its threads."""
-        return plgpu.Layout.WG_STRIDED((_THREADS * self.words,), vec_size=1)
-
-    @property
     def _calls(self):
         """The calls of the generator in order: (64 rows, the first of two 8 columns, which of two columns)."""
         return list(itertools.product(range(self.shape[0] // 64), range(0, self.shape[1] // 8, 2), range(2)))
 
-    def draw(self, _: Any, rows: Any, columns: Any, key: Any) -> Any:
-        """Returns the words, by the registers of a thread: positions of rows and columns, and the key of the head."""
-        key = key.registers[()]
-        round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
-        rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)
+    def draw(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
+        """Returns the words, by the registers of a thread: positions of rows and columns, and the two seeds."""
+        # Both are below 8 in their 16, as tiles start at multiples of 16.
+        row, column = (_element(x.registers.reshape(-1)[0], 0) for x in (rows, columns))
+        key, offset = _element(key.registers[0], 0), offset.registers[()]
         found = [_word(0)] * self.words
-        for call, (i, j, lane) in enumerate(self._calls):
-            row, column = _element(rows[i], 0), _element(columns[j], lane)
-            drawn = _philox2x32(*((column, row) if self.keys_by_queries else (row, column)), round_keys)
-            for of_t, word in enumerate(drawn):
-                number, place = divmod(2 * call + of_t, _BITS // 2)
-                bits = arith.andi(_at_least(word, self.threshold), _word(0x10001 << place))
+        for call, place in enumerate(self._calls):
+            number, first = divmod(call, _CALLS)
+            if call % _AT_ONCE == 0:
+                key = _after(key, found[(call - 1) // _CALLS]) if call else key
+                round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
+            for of_t, bits in enumerate(self._bits(place, row, column, offset, round_keys)):
+                bits = arith.andi(bits, _word(0x10001 << 2 * first + of_t))
                 found[number] = arith.ori(found[number], bits)
-        i32 = ir.IntegerType.get_signless(32)
-        registers = [vector.from_elements(ir.VectorType.get((1,), i32), [_here(x)]) for x in found]
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, object), _layout=self.layout.to_mgpu(), _is_signed=True
-        )
+        like = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        layout = _PER_THREAD.to_mgpu()
+        registers = [np.array([vector.from_elements(like, [x])], object) for x in found]
+        return tuple(mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=True) for x in registers)
 
-    def select(self, _: Any, words: Any, x: Any, *others: Any) -> Any:
-        """Returns the elements of x that are kept, elsewhere those of the other or 0."""
-        words = [_element(word, 0) for word in words.registers]
+    def _bits(self, place, row, column, offset, round_keys):
+        i, j, lane = place
+        row, column = arith.addi(row, _word(64 * i)), arith.addi(column, _word(8 * j + lane))
+        t, s = (column, row) if self.keys_by_queries else (row, column)
+        return [_at_least(x, self.threshold) for x in _philox2x32(arith.xori(t, offset), s, round_keys)]
+
+    def select(self, _: Any, x: Any, *words: Any) -> Any:
+        """Returns the elements of x that are kept, and 0 for others."""
+        words = [_element(word.registers[0], 0) for word in words]
         # Vectors of two columns: [rows / 64, columns / 8, 2], r + 8 after r.
-        operands = [y.registers.reshape(self.shape[0] // 64, self.shape[1] // 8, 2) for y in (x, *others)]
+        results = x.registers.reshape(self.shape[0] // 64, self.shape[1] // 8, 2).copy()
         f32 = ir.F32Type.get()
-        zero = [] if others else [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))]
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         chosen: Any = collections.defaultdict(list)
         for call, (i, j, lane) in enumerate(self._calls):
             for of_column, of_row in itertools.product(range(2), range(2)):
@@ -176,8 +177,7 @@ class _Packed(NamedTuple):
                 bit = arith.andi(words[number], _word(1 << place + of_s * _BITS // 2))
                 keeps = arith.cmpi(arith.CmpIPredicate.ne, bit, _word(0))
                 at = i, j + of_column, of_row
-                chosen[at].append(arith.select(keeps, *(_element(y[at], lane) for y in operands), *zero))
-        results = operands[0].copy()
+                chosen[at].append(arith.select(keeps, _element(results[at], lane), zero))
         for at, values in chosen.items():
             results[at] = vector.from_elements(results[at].type, values)
         return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
@@ -206,10 +206,10 @@ def _at_least(word, threshold):
     return llvm.inline_asm(i32, [bits, _word(threshold * 0x10001)], text, "=r,r,r", has_side_effects=False)
 
 
-def _here(x):
-    """Returns `x`, computed before what follows: shuffled to the lane where it is, which neither compiler moves."""
-    text = "shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;"
-    return llvm.inline_asm(ir.IntegerType.get_signless(32), [x], text, "=r,r", has_side_effects=True)
+def _after(key, found):
+    """Returns `key`, the same in all threads, once the word `found` is computed: from the lane that it names."""
+    i32, text = ir.IntegerType.get_signless(32), "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return llvm.inline_asm(i32, [key, found], text, "=r,r,r", has_side_effects=True)
 
 
 def _word(x):

@@ -42,6 +42,8 @@ class Compute:
         self.dropout = None
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
+            if self.dropout.by_fours:
+                scratch["pins_smem"][wg, 0] = jnp.broadcast_to(self.dropout.key, (128,))
         # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
         sinks = gmem.sinks
         self.sink = None if sinks is None else sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
@@ -161,7 +163,8 @@ class Compute:
         """Returns what dropout keeps of the probabilities of step i, which the epilogue scales; None without dropout."""
         if self.dropout is None:
             return None
-        return self.dropout.draw((64, self.plan.config.block_kv), self.t0, self.logits.first_key(i, visited))
+        pins = self.scratch["pins_smem"].at[self.wg]
+        return self.dropout.draw((64, self.plan.config.block_kv), self.t0, self.logits.first_key(i, visited), pins=pins)
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -174,9 +177,9 @@ class Compute:
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
             self._let_next_issue()
-            kept = self._kept(i, visited)  # under the matmuls
-            if kept is not None and kept.packed is not None:
-                scratch["kept_smem"][self.wg] = kept.bits
+            if not self.ping_pong:  # whose barrier does it
+                self.wgmma.wait(7)
+            kept = self._kept(i, visited)
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, p_i if kept is None else kept.select(p_i), *of_max

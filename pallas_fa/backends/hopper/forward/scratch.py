@@ -45,7 +45,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     if plan.problem.dropout is not None:
-        scratch["kept_smem"] = plgpu.SMEM((c.compute_wgs, c.block_kv * 2), jnp.int32)
+        scratch["pins_smem"] = plgpu.SMEM((c.compute_wgs, 1 + (c.block_kv + 63) // 64, 128), jnp.int32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
