@@ -100,7 +100,11 @@ class HeadDropout(NamedTuple):
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             along = lambda i: lax.broadcast_in_dim(i, shape, [0 if i is rows else 1])
             return Kept(elementwise.inline(self._keeps, along(t), along(s)))
-        key = jnp.broadcast_to(self.key, (_THREADS,)) if pins is None else plgpu.load(pins.at[0], layout=_PER_THREAD)
+        if pins is None:
+            key = jnp.broadcast_to(self.key, (_THREADS,))
+        else:
+            _meet_in_warps()
+            key = plgpu.load(pins.at[0], layout=_PER_THREAD)
         packed = _Packed(shape, keys_by_queries, self.threshold)
         word: Any = plgpu.ShapeDtypeStruct((_THREADS,), jnp.int32, layout=_PER_THREAD)
         run: Any = plgpu.inline_mgpu(
@@ -204,6 +208,13 @@ def _at_least(word, threshold):
     text = f"{{ .reg .b32 x; abs.f16x2 x, $1; {text} $0, x, $2; }}"
     i32 = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(i32, [bits, _word(threshold * 0x10001)], text, "=r,r,r", has_side_effects=False)
+
+
+def _meet_in_warps():
+    def sync(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "bar.warp.sync 0xffffffff;", "", has_side_effects=True)
+
+    plgpu.inline_mgpu()(sync)()
 
 
 def _after(key, found):

@@ -33,7 +33,14 @@ def scratch(plan: BackwardPlan) -> dict[str, Any]:
 
 def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
-    return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
+    return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan) | _pins(plan)
+
+
+def _pins(plan):
+    if plan.problem.dropout is None:
+        return {}
+    c = plan.config
+    return {"pins_smem": plgpu.SMEM((c.compute_wgs, 1 + (c.width + 63) // 64, 128), jnp.int32)}
 
 
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:

@@ -177,9 +177,7 @@ class Compute:
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
             self._let_next_issue()
-            if not self.ping_pong:  # whose barrier does it
-                self.wgmma.wait(7)
-            kept = self._kept(i, visited)
+            kept = self._kept(i, visited)  # under the matmuls
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, p_i if kept is None else kept.select(p_i), *of_max
