@@ -278,7 +278,7 @@ class _Words:
 
     @staticmethod
     def inline_asm(type, operands, text, constraints, has_side_effects):
-        if text.startswith("shfl"):
+        if text.startswith("shfl"):  # of the key, which is the same in all threads
             return operands[0]
         # The low 15 bits of each half as a float16 number, as abs.f16x2 and set.f16x2 have it.
         word, bound = (np.asarray(x, np.uint64).astype(np.uint32)[..., None].view(np.uint16) for x in operands)
@@ -312,20 +312,19 @@ def test_two_decisions_at_once(threshold, monkeypatch):
 
 
 @pytest.mark.parametrize("keys_by_queries", (False, True))
-@pytest.mark.parametrize("has_other", (False, True))
-def test_what_a_thread_does_with_its_registers(keys_by_queries, has_other, monkeypatch):
+def test_what_a_thread_does_with_its_registers(keys_by_queries, monkeypatch):
     """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
-    columns, threshold, key, offset = 64, 10000, 0x12345678, 0x9ABCDEF0
-    kernel, thread, rng = in_numpy(monkeypatch), np.arange(128), np.random.default_rng(0)
+    shape, threshold, seeds, first = (64, 144), 10000, (0x12345678, 0x9ABCDEF0), np.uint64(48)
+    kernel, thread = in_numpy(monkeypatch), np.arange(128, dtype=np.uint64)
     row = lambda half: 16 * (thread // 32) + thread % 32 // 4 + 8 * half  # of the layout of wgmma's results
-    column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2)
-    x, other = (rng.random((64, columns)) * flag for flag in (True, has_other))
+    column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2, dtype=np.uint64)
+    x = np.random.default_rng(0).random(shape)
 
     def registers(shape, contents):
         array = np.empty(len(contents), object)
         for i, values in enumerate(contents):
             array[i] = Register(values)
-        return SimpleNamespace(registers=array.reshape(shape), shape=(64, columns), layout=None)
+        return SimpleNamespace(registers=array.reshape(shape), shape=x.shape, layout=None)
 
     class Register(np.ndarray):
         type = None
@@ -333,22 +332,30 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, has_other, monke
         def __new__(cls, x):
             return np.asarray(x).view(cls)
 
-    places = [(tile, half) for tile in range(columns // 8) for half in range(2)]
-    tiled = lambda x: registers((1, columns // 8, 1, 1, 2), [x[row(h)[:, None], column(tile)] for tile, h in places])
-    in_t = lambda positions, is_t: ((positions & ~8) ^ (offset if is_t else 0)).astype(np.uint64)
-    rows = registers((1, 1, 2), [in_t(row(h), not keys_by_queries)[:, None] for h in range(2)])
-    tiles = registers((columns // 8, 1, 1), [in_t(column(tile), keys_by_queries) for tile in range(columns // 8)])
-    packed = kernel._Packed((64, columns), keys_by_queries, threshold)
-    words = packed.draw(None, rows, tiles, SimpleNamespace(registers={(): np.uint64(key)}))
-    others = [tiled(other)] if has_other else []
-    found = packed.select(None, SimpleNamespace(registers=words), tiled(x), *others).reshape(-1)
+    places = [(tile, half) for tile in range(shape[1] // 8) for half in range(2)]
+    tiled = registers(
+        (1, shape[1] // 8, 1, 1, 2), [x[row(h)[:, None].astype(int), column(tile).astype(int)] for tile, h in places]
+    )
+    rows = registers((1, 1, 2), [first + row(h)[:, None] for h in range(2)])
+    columns = registers((shape[1] // 8, 1, 1), [column(tile) for tile in range(shape[1] // 8)])
+    key, offset = (np.uint64(x) for x in seeds)
+    packed = kernel._Packed(shape, keys_by_queries, threshold)
+    words = packed.draw(
+        None, rows, columns, registers((1,), [np.full((128, 1), key)]), SimpleNamespace(registers={(): offset})
+    )
+    assert len(words) == 3
+    found = packed.select(None, tiled, *(SimpleNamespace(registers=word) for word in words)).reshape(-1)
 
-    seeds = tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in (key, offset))
-    t, s = jnp.arange(columns if keys_by_queries else 64)[:, None], jnp.arange(64 if keys_by_queries else columns)
-    keeps = np.asarray(Dropout(seeds, threshold).keeps(t, s)[0, 0])
-    want = np.where(keeps.T if keys_by_queries else keeps, x, other)
+    r, c = first + np.arange(shape[0]), np.arange(shape[1])
+    t, s = (c[:, None], r[None]) if keys_by_queries else (r[:, None], c[None])
+    keeps = np.asarray(
+        Dropout(tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in seeds), threshold).keeps(t, s)[0, 0]
+    )
+    want = np.where(keeps.T if keys_by_queries else keeps, x, 0)
     for (tile, h), got in zip(places, found, strict=True):
-        np.testing.assert_array_equal(np.asarray(got, np.float64), want[row(h)[:, None], column(tile)])
+        np.testing.assert_array_equal(
+            np.asarray(got, np.float64), want[row(h)[:, None].astype(int), column(tile).astype(int)]
+        )
 
 
 @pytest.mark.parametrize("rows", (32, 24))
