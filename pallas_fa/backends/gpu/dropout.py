@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
-from pallas_fa.softmax.dropout import DECISION_BITS, PARTNER, ROUNDS, Dropout
+from pallas_fa.softmax.dropout import DECISION_BITS, ROUNDS, Dropout
 from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
 _THREADS = 128  # of a warpgroup
@@ -41,6 +41,18 @@ def in_memory(dropout: Dropout) -> jax.Array:
     places = (jnp.asarray(x, jnp.int32) for x in (dropout.first_query, dropout.first_key))
     by_head = lambda x: jnp.broadcast_to(jnp.reshape(x, x.shape[:2]), lead)
     return jnp.stack([by_head(x) for x in (*seeds, *places)], axis=-1)
+
+
+def pins(dropout: Dropout | None, warpgroups: int, columns: int, interpret: bool) -> dict[str, Any]:
+    """Returns the shared memory by name of `HeadDropout.draw`, for tiles of 64 rows; none where it is not used."""
+    if dropout is None or not dropout.aligned or interpret:
+        return {}
+    return {"pins_smem": plgpu.SMEM((warpgroups, 1 + _words(64 * columns), _THREADS), jnp.int32)}
+
+
+def _words(elements):
+    """How many words a thread has of a tile."""
+    return -(-elements // (_BITS * _THREADS))
 
 
 class Kept(NamedTuple):
@@ -80,6 +92,11 @@ class HeadDropout(NamedTuple):
         lead = b if gmem.shape[0] > 1 else 0, n if gmem.shape[1] > 1 else 0
         key, offset, first_query, first_key = (gmem[(*lead, i)] for i in range(4))
         return cls(key, offset, first_query, first_key, dropout.threshold, dropout.aligned and not interpret)
+
+    def pin(self, pins: Any) -> None:
+        """Puts the key where `draw` reads it; `pins` as there."""
+        if pins is not None:
+            pins[0] = jnp.broadcast_to(self.key, (_THREADS,))
 
     def draw(
         self, shape: tuple[int, int], t0: Any, s0: Any, *, keys_by_queries: bool = False, pins: Any = None
@@ -134,7 +151,7 @@ class _Packed(NamedTuple):
     @property
     def words(self) -> int:
         """How many words a thread has."""
-        return -(-math.prod(self.shape) // (_BITS * _THREADS))
+        return _words(math.prod(self.shape))
 
     @property
     def _calls(self):

@@ -106,8 +106,6 @@ def _head(w, n, done, accs):
     first, last = plan.visits.of_block(table, block.b, n, block.number)
     visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
     scalars, dropout = w.scalars(n), w.dropout(n)
-    if dropout is not None and dropout.by_fours:
-        w.scratch["pins_smem"][w.wg, 0] = jnp.broadcast_to(dropout.key, (128,))
     sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_ROW) for _ in plan.score_gradients.summed)
 
     def over(start, end, body, sums):

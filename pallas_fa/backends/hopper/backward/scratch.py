@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.dropout import pins
 from pallas_fa.backends.gpu.named_barriers import (
     WARP,
     WARPGROUP,
@@ -34,13 +35,6 @@ def scratch(plan: BackwardPlan) -> dict[str, Any]:
 def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
     return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan) | _pins(plan)
-
-
-def _pins(plan):
-    if plan.problem.dropout is None:
-        return {}
-    c = plan.config
-    return {"pins_smem": plgpu.SMEM((c.compute_wgs, 1 + (c.width + 63) // 64, 128), jnp.int32)}
 
 
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
@@ -193,3 +187,7 @@ def _stand_ins(plan):
         if plan.splits
     }
     return accumulators | gradients | interpreter_scratch(_parties(plan))
+
+
+def _pins(plan):
+    return pins(plan.problem.dropout, plan.config.compute_wgs, plan.config.width, plan.interpret)

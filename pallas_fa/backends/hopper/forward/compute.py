@@ -39,11 +39,10 @@ class Compute:
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
         self.logits = Logits(plan, block, self.block_steps, wg, self.t0, gmem, scratch)
-        self.dropout = None
+        self.dropout, self.pins = None, scratch["pins_smem"].at[wg] if "pins_smem" in scratch else None
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
-            if self.dropout.by_fours:
-                scratch["pins_smem"][wg, 0] = jnp.broadcast_to(self.dropout.key, (128,))
+            self.dropout.pin(self.pins)
         # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
         sinks = gmem.sinks
         self.sink = None if sinks is None else sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
@@ -163,8 +162,8 @@ class Compute:
         """Returns what dropout keeps of the probabilities of step i, which the epilogue scales; None without dropout."""
         if self.dropout is None:
             return None
-        pins = self.scratch["pins_smem"].at[self.wg]
-        return self.dropout.draw((64, self.plan.config.block_kv), self.t0, self.logits.first_key(i, visited), pins=pins)
+        shape, s0 = (64, self.plan.config.block_kv), self.logits.first_key(i, visited)
+        return self.dropout.draw(shape, self.t0, s0, pins=self.pins)
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
