@@ -2,6 +2,7 @@
 
 usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS ...]
                                    [--rounds N] [--commit HASH] [--out FILE] [--turn FILE]
+                                   [--processes N]
 
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
 of the output of the step before. Caches that the GPU's own cache could hold are several in turn. Each row says how many of
@@ -13,7 +14,9 @@ for each byte; its rows count TFLOP/s.
 import argparse
 import dataclasses
 import datetime
+import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import command, machine, row_file, turns
+from benchmarks import command, machine, processes, row_file, turns
 from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
@@ -162,8 +165,8 @@ def timed(prepared: Prepared, rounds: int) -> list[Row]:
     return list(prepared.rows.values())
 
 
-def measured(args: argparse.Namespace, candidates: dict[str, Implementation]) -> Iterator[Row]:
-    """Compiles what the command line asks for, then times it, and makes the rows."""
+def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = None) -> Iterator[Row]:
+    """Compiles what the command line asks for, then times it, and makes the rows. `take_turn` waits for the turn to time."""
     about: dict[str, Any] = dict(
         suite="decode",
         run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -171,10 +174,18 @@ def measured(args: argparse.Namespace, candidates: dict[str, Implementation]) ->
         versions=machine.versions(),
         commit=args.commit,
     )
+    candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
     prepared = [prepare(name, candidates, about) for name in args.rows]
-    turns.take(args.turn)
+    (take_turn or functools.partial(turns.take, args.turn))()
     rates = memory_rates()
     yield from (row | rates for each in prepared for row in timed(each, args.rounds))
+
+
+def _part(argv, names, take_turn):
+    """The rows of the steps `names`, in a process of their own."""
+    args = arguments(argv)
+    args.rows = names
+    return list(measured(args, take_turn))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -195,7 +206,7 @@ def _tiles(text):
     return f"tiles {text}", Implementation("pallas_fa", "mosaic_gpu", "", Config(forward))
 
 
-def main() -> None:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME")
     command.add_implementations(parser)
@@ -204,9 +215,17 @@ def main() -> None:
     parser.add_argument("--commit", default=machine.commit())
     parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "decode.jsonl")
     turns.add_turn(parser)
-    args = parser.parse_args()
-    candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
-    command.carry_out(measured(args, candidates), args.out, table, plot=False)
+    processes.add_processes(parser)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = arguments(None)
+    produced = measured(args)
+    if args.processes > 1:
+        take_turn = functools.partial(turns.take, args.turn)
+        produced = processes.measured(_part, sys.argv[1:], args.rows, args.processes, take_turn)
+    command.carry_out(produced, args.out, table, plot=False)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 import argparse
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from benchmarks import command, gate, machine, measure, progress, row_file, rows, turns
+from benchmarks import command, gate, machine, measure, processes, progress, row_file, rows, turns
 from benchmarks.implementations import Implementation
 from benchmarks.suites import suites
 from benchmarks.truth import Truth, truth
@@ -40,6 +41,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     command.add_plot(parser)
     turns.add_turn(parser)
+    processes.add_processes(parser)
     args = parser.parse_args(argv)
     known = [w.name for w in suites()[args.suite].workloads]
     if unknown := [name for name in args.workloads or () if name not in known]:
@@ -145,32 +147,52 @@ def _repeats(workload: Workload, direction: str) -> int:
     return max(1, min(_LONGEST_CHAIN, round(_CHAIN_SECONDS / seconds)))
 
 
-def measured(args: argparse.Namespace) -> Iterator[rows.Row]:
-    """Compiles what the command line asks for, then times it, and makes the rows."""
+def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = None) -> Iterator[rows.Row]:
+    """Compiles what the command line asks for, then times it, and makes the rows.
+
+    `take_turn` waits for the turn to time, and returns when it ends; the default waits for `--turn`.
+    """
     start = time.monotonic()
     suite = suites()[args.suite]
     workloads = {w.name: w for w in suite.workloads}
-    chosen = [workloads[name] for name in dict.fromkeys(args.workloads or workloads)]
     repeats = {"repeats": _repeats} if suite.chained else {}
+    chosen = [workloads[name] for name in _names(args)]
     groups = programs_of(chosen, args.directions or suite.directions, args.implementations, **repeats)
     common = rows.common(args.suite, args.commit) | {"compile_threads": args.compile_threads}
     programs = [program for group in groups for program in group]
     measure.compile_all(programs, args.compile_threads, start + _COMPILE_SHARE * args.budget_seconds)
-    end = start + turns.take(args.turn) + args.budget_seconds
+    end = take_turn() if take_turn else start + turns.take(args.turn) + args.budget_seconds
     with progress.bar(len(groups) * args.rounds, "time") as bar:
         runner = Runner(args, args.baseline or suite.baseline, common, end, bar)
         yield from runner.all(groups)
 
 
+def _names(args):
+    """The workloads that the command line asks for."""
+    return list(dict.fromkeys(args.workloads or (w.name for w in suites()[args.suite].workloads)))
+
+
+def _part(argv, names, take_turn):
+    """The rows of the workloads `names`, in a process of their own."""
+    args = arguments(argv)
+    args.workloads = names
+    return list(measured(args, take_turn))
+
+
 def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     """Runs the command line; returns the rows."""
     args = arguments(argv)
+    produced = measured(args)
+    if args.processes > 1:
+        take_turn = functools.partial(turns.take, args.turn)
+        among = argv or sys.argv[1:], _names(args), args.processes
+        produced = processes.measured(_part, *among, take_turn, args.budget_seconds)
     out = args.out or row_file.RESULTS / machine.folder() / f"{args.suite}.jsonl"
     table = functools.partial(rows.table, baseline=args.baseline or suites()[args.suite].baseline)
     if not suites()[args.suite].gate:
-        return command.carry_out(measured(args), out, table, plot=not args.no_plot)
+        return command.carry_out(produced, out, table, plot=not args.no_plot)
     judged = lambda found: f"{table(found)}\n{gate.report(gate.verdicts(found))}"
-    found = command.carry_out(measured(args), out, judged, plot=False)
+    found = command.carry_out(produced, out, judged, plot=False)
     if any(verdict.below for verdict in gate.verdicts(found)):
         raise SystemExit(1)
     return found

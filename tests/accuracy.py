@@ -23,6 +23,7 @@ import pallas_fa
 from tests import oracle
 from tests.cases import Case, Inputs, numpy_dtype
 
+KERNELS = "mosaic_gpu", "mma"
 RELATIVE = {"float32": 2e-5, "float64": 1e-13}
 IN_PARTS = 1e-4
 FEW, DRAWS, FACTOR = 16, 8, 2
@@ -68,8 +69,12 @@ def library(inputs: Inputs, implementation: str | None, **options: Any) -> Any:
     return attention
 
 
-def plain(inputs: Inputs) -> Any:
-    """The same maths written plainly, as `jax.nn` does it: a function (q, k, v, arrays) -> (out, lse)."""
+def plain(inputs: Inputs, subtracts_max: bool = True) -> Any:
+    """The same maths written plainly, as `jax.nn` does it: a function (q, k, v, arrays) -> (out, lse).
+
+    Without subtracting the maximum: as the kernels do it where a soft cap bounds the logits. Then the one probability of a
+    row with one key is rounded, too, which otherwise is 1.
+    """
     case = inputs.case
     t, s = jnp.arange(case.T)[:, None], jnp.arange(case.S)[None, :]
     scale = case.H**-0.5 if inputs.score.scale is None else inputs.score.scale
@@ -86,10 +91,15 @@ def plain(inputs: Inputs) -> Any:
         if inputs.sinks:  # a key whose value is 0
             x = jnp.append(x, jnp.broadcast_to(arrays["sinks"][..., None, None], (*x.shape[:-1], 1)), axis=-1)
             some = some | jnp.isfinite(x[..., -1])
-        p = jnp.where(some[..., None], jax.nn.softmax(x, axis=-1), 0)[..., : case.S]
-        p = (p * jnp.asarray(inputs.multipliers, p.dtype)).astype(q.dtype)
         lse = jnp.where(some, jax.nn.logsumexp(x, axis=-1), -jnp.inf)
-        return jnp.einsum("...nts,...snh->...tnh", p, v), jnp.swapaxes(lse, -1, -2)
+        p = jax.nn.softmax(x, axis=-1) if subtracts_max else jnp.exp(x)
+        p = jnp.where(some[..., None], p, 0)[..., : case.S]
+        p = (p * jnp.asarray(inputs.multipliers, p.dtype)).astype(q.dtype)
+        if subtracts_max:
+            return jnp.einsum("...nts,...snh->...tnh", p, v), jnp.swapaxes(lse, -1, -2)
+        out = jnp.einsum("...nts,...snh->...nth", p, v, preferred_element_type=jnp.float32)
+        out = out * jnp.where(some, jnp.exp(-lse), 0)[..., None]
+        return jnp.swapaxes(out, -2, -3).astype(q.dtype), jnp.swapaxes(lse, -1, -2)
 
     return attention
 
@@ -122,17 +132,19 @@ def truth(case: Case) -> dict[str, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=4)
-def _plain_runner(case: Case) -> Any:
+def _plain_runner(case: Case, subtracts_max: bool) -> Any:
     """`plain` with its gradients, compiled once for all implementations."""
     inputs = case.inputs()
-    return runner(plain(inputs), inputs, gradients=True)
+    return runner(plain(inputs, subtracts_max), inputs, gradients=True)
 
 
 def errors(case: Case, implementation: str, gradients: bool, **options: Any) -> list[Error]:
     """The error of each result of `implementation` on `case`, beside what it may be."""
     inputs = case.inputs()
     with precision_of(case):
-        run, run_plain = runner(library(inputs, implementation, **options), inputs, gradients), _plain_runner(case)
+        run = runner(library(inputs, implementation, **options), inputs, gradients)
+        bounded = implementation in KERNELS and "logits_soft_cap" in inputs.keywords(inputs.arrays)
+        run_plain = _plain_runner(case, subtracts_max=not bounded)
         got = run(inputs.d_out, inputs.d_lse)
         base = {} if case.dtype in RELATIVE else run_plain(inputs.d_out, inputs.d_lse)
     few = [name for name, x in got.items() if name not in ("out", "lse") and x.size < FEW] if base else []
@@ -215,9 +227,9 @@ def _input_dtypes(inputs):
 
 def _error(case, implementation, name, x, base, want, size=None, dtype=None):
     if size is None:
-        # Where the truth is nothing but cancellation (one key: softmax is constant), errors are on the scale of the inputs.
+        # Where the truth is nothing but cancellation (one key: softmax is constant), what cancels are sums of Hv products.
         largest = np.max(np.abs(want), initial=0, where=np.isfinite(want))
-        size = largest if largest > 1e-9 else 1.0
+        size = largest if largest > 1e-9 else np.sqrt(case.Hv)
     biggest, mean = _distance(x, want, size)
     inputs_dtype, dtype = numpy_dtype(case.dtype), dtype or x.dtype
     # Rounded once: the result to its own dtype, or something on the way to it to that of the inputs.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from benchmarks import decode, measure, rows, run, tune
+from benchmarks import decode, measure, processes, rows, run, tune
 from benchmarks.decode_steps import Step, attend
 from benchmarks.implementations import parse
 from benchmarks.suites import suites
@@ -217,6 +217,26 @@ def test_a_part_or_an_interrupt_leaves_the_kept_rows_alone(tmp_path, monkeypatch
     assert end.value.code == 130 and out.read_text() == kept
     assert [row["workload"] for row in rows.read([part])] == ["causal"]
     assert "rows.jsonl stays: the run was interrupted" in capsys.readouterr().out
+
+
+def test_workloads_are_divided_in_their_order():
+    assert processes.divide("abcde", 2) == [["a", "b"], ["c", "d", "e"]]
+    assert processes.divide("ab", 5) == [["a"], ["b"]]
+
+
+@pytest.mark.full
+def test_processes_make_one_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    options = "--workloads small-128 ragged-1000 --implementations jax.nn:xla --rounds 1 --directions forward --no-plot"
+    found = run.main(["--suite", "cpu", *options.split(), "--processes", "2", "--out", str(tmp_path / "rows.jsonl")])
+    assert [row["workload"] for row in found] == ["small-128", "ragged-1000"] and all(row["p50_ms"] for row in found)
+    assert len({row["run"] for row in found}) == 1 and all(row["processes"] == 2 for row in found)
+
+
+def test_processes_need_memory_that_they_can_share(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    with pytest.raises(SystemExit, match="XLA_PYTHON_CLIENT_PREALLOCATE=false"):
+        run.main(["--suite", "cpu", "--processes", "2", "--out", str(tmp_path / "rows.jsonl")])
 
 
 def test_wrong_names_are_explained():

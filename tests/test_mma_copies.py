@@ -51,12 +51,15 @@ def test_a_tile_lies_in_shared_memory_as_pallas_reads_it(columns, dtype, width):
     np.testing.assert_array_equal(out.view(np.uint8), x.view(np.uint8))
 
 
-@pytest.mark.parametrize(("T", "dim", "rows"), [(37, 72, 16), (64, 64, 32), (70, 40, 64), (100, 136, 32), (3, 8, 64)])
+@pytest.mark.parametrize(
+    ("T", "dim", "rows", "block"),
+    [(37, 72, 16, 16), (64, 64, 32, 32), (70, 40, 64, 64), (100, 136, 32, 64), (3, 8, 64, 64), (64, 72, 64, 128)],
+)
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-def test_tiles_are_cut_at_the_end_of_a_sequence_and_of_a_head(T, dim, rows, layout):
+def test_tiles_are_cut_at_the_end_of_a_sequence_and_of_a_head(T, dim, rows, block, layout):
     shape = (2, T, 3, dim) if layout == "BTNH" else (2, 3, T, dim)
     x, out = counted(*shape), counted(*shape)
-    before, tiles = out.copy(), Tiles(T, dim, np.dtype(jnp.bfloat16), layout, False)
+    before, tiles = out.copy(), Tiles(T, dim, np.dtype(jnp.bfloat16), layout, False, block)
 
     def body(x, out, smem):
         copies, first = Copies(), lax.axis_index(AXIS) * rows
@@ -64,7 +67,7 @@ def test_tiles_are_cut_at_the_end_of_a_sequence_and_of_a_head(T, dim, rows, layo
         copies.wait()
         tiles.store(copies, smem.at[1], out, 1, first, 2)
 
-    ctas = -(-T // rows)
+    ctas = -(-T // block) * (block // rows)
     left = emulate(body, ctas, x, out, tiles.scratch(2, rows=rows))
     head = (1, slice(None), 2) if layout == "BTNH" else (1, 2)
     before[head] = x[head]
@@ -76,7 +79,7 @@ def test_tiles_are_cut_at_the_end_of_a_sequence_and_of_a_head(T, dim, rows, layo
 
 
 def test_rows_past_a_length_are_zeros():
-    x, tiles = counted(1, 64, 1, 64), Tiles(64, 64, np.dtype(jnp.bfloat16), "BTNH", False)
+    x, tiles = counted(1, 64, 1, 64), Tiles(64, 64, np.dtype(jnp.bfloat16), "BTNH", False, 32)
 
     def body(x, out, smem):
         copies = Copies()

@@ -9,7 +9,7 @@ from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.mma.copies import Copies
 
 
-def load(copies: Copies, array: KernelArray, gmem: Any, first_row: Any, first_column: Any, smem: Any) -> None:
+def load(copies: Copies, array: KernelArray, gmem: Any, first_row: Any, first_column: Any, smem: Any, wgs: int) -> None:
     """Starts copying the part of an array for a tile of logits.
 
     Args:
@@ -19,10 +19,11 @@ def load(copies: Copies, array: KernelArray, gmem: Any, first_row: Any, first_co
       first_row: where the tile starts.
       first_column: likewise.
       smem: ref of the part, as `KernelArray.scratch` makes it.
+      wgs: warpgroups of the CTA, which may have a part each; those past the end have none.
     """
     if array.kind != "tile":
         first, (count,) = first_column if array.kind == "row" else first_row, smem.shape
-        copies.row(gmem.at[pl.ds(first, count)], smem, gmem.shape[0] - first if gmem.shape[0] % count else None)
+        copies.row(gmem.at[pl.ds(first, count)], smem, gmem.shape[0] - first if gmem.shape[0] % (wgs * count) else None)
         return
     rows, columns = smem.shape
     for start in range(0, rows, ROWS):  # the skewed form has tiles of so many rows
@@ -30,7 +31,7 @@ def load(copies: Copies, array: KernelArray, gmem: Any, first_row: Any, first_co
         limits = (None, None)
         if array.skewed is None:
             limits = (
-                size - at.start if size % step else None
+                size - at.start if size % (wgs * step) else None
                 for size, at, step in zip(gmem.shape, place, (rows, columns), strict=True)
             )
         copies.tile(gmem.at[place], smem.at[pl.ds(start, ROWS)], array.piece(columns), *limits)

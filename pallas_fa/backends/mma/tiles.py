@@ -23,6 +23,7 @@ class Tiles:
     dtype: np.dtype
     layout: Layout
     interpret: bool
+    block: int  # positions from one block to the next: of all warpgroups, where each has a tile
 
     @property
     def padded_dim(self) -> int:
@@ -37,18 +38,16 @@ class Tiles:
 
     def load(self, copies: Copies, gmem: Any, b: Any, first: Any, head: Any, smem: Any, length: Any = None) -> None:
         """Starts copying the rows of one head from row `first` on; those at and past `length` (None: the end) are zeros."""
-        rows = smem.shape[0]
-        if length is None and self.length % rows == 0:
-            limit = None
-        else:
-            limit = (self.length if length is None else length) - first
-        copies.tile(self._part(gmem, b, first, rows, head), smem, _WIDTH, limit)
+        limit = self._left(first) if length is None else length - first
+        copies.tile(self._part(gmem, b, first, smem.shape[0], head), smem, _WIDTH, limit)
 
     def store(self, copies: Copies, smem: Any, gmem: Any, b: Any, first: Any, head: Any) -> None:
         """Stores a tile to rows of one head; rows outside are dropped."""
-        rows = smem.shape[0]
-        limit = None if self.length % rows == 0 else self.length - first
-        copies.store(smem, self._part(gmem, b, first, rows, head), _WIDTH, limit)
+        copies.store(smem, self._part(gmem, b, first, smem.shape[0], head), _WIDTH, self._left(first))
+
+    def _left(self, first):
+        """How many rows there are from `first` on; None where no block reaches past the last."""
+        return None if self.length % self.block == 0 else self.length - first
 
     def _part(self, gmem, b, first, rows, head):
         return gmem.at[ordered(self.layout, (b, pl.ds(first, rows), head, slice(None)))]

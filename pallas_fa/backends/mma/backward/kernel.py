@@ -231,8 +231,8 @@ class Backward:
                 self._load_row(gmem, self.start, self.scratch[f"{name}_smem"].at[wg])
 
     def _load_row(self, gmem, first, smem):
-        (count,) = smem.shape
-        limit = None if gmem.shape[0] % count == 0 else gmem.shape[0] - first
+        (count,), length = smem.shape, gmem.shape[0]
+        limit = None if length % (count * self.plan.config.wgs) == 0 else length - first
         self.cta.copies.row(gmem.at[pl.ds(first, count)], smem, limit)
 
     def _load_streamed(self, head, i):
@@ -259,7 +259,7 @@ class Backward:
     def _load_array(self, head, a, first, slot):
         array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"]
         gmem = self.gmem.arrays[a].at[array.index(self.b, head.n)]
-        load = functools.partial(arrays.load, self.cta.copies, array, gmem, self.start, first)
+        load = functools.partial(arrays.load, self.cta.copies, array, gmem, self.start, first, wgs=self.plan.config.wgs)
         if array.kind == "row":
             self.cta.only(0, lambda: load(smem.at[slot]))
         else:

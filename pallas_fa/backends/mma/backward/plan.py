@@ -32,9 +32,12 @@ class BackwardPlan(BackwardCore):
     @functools.cached_property
     def tiles(self) -> ByRole:
         """How the tiles of the operands lie in shared memory."""
-        problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
-        shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        q, k, v, d_out = (Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes)
+        problem, c, keys_stationary = self.problem, self.config, self.kind.keys_stationary
+        queries = problem.dims.T, c.width if keys_stationary else c.block
+        keys = problem.dims.S, c.block if keys_stationary else c.width
+        tiles = lambda length, block, dim: Tiles(length, dim, problem.dtype, problem.layout, self.interpret, block)
+        q, k = (tiles(*x, problem.H) for x in (queries, keys))
+        v, d_out = (tiles(*x, problem.Hv) for x in (keys, queries))
         return self.kind.by_role(q, k, v, d_out)
 
     @functools.cached_property

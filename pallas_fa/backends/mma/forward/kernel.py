@@ -195,7 +195,8 @@ class Forward:
 
     def _load_array(self, a, s0, smem):
         array, gmem = self.plan.arrays[a], self.gmem.arrays[a]
-        arrays.load(self.cta.copies, array, gmem.at[array.index(self.b, self.n)], self.t0, s0, smem)
+        gmem = gmem.at[array.index(self.b, self.n)]
+        arrays.load(self.cta.copies, array, gmem, self.t0, s0, smem, self.plan.config.wgs)
 
     def _array_slot(self, i):
         return lax.rem(jnp.asarray(i, jnp.int32), jnp.int32(self.plan.array_stages))

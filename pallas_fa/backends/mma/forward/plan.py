@@ -28,9 +28,12 @@ class ForwardPlan(ForwardCore):
     @functools.cached_property
     def tiles(self) -> OperandTiles:
         """The tiles of the operands."""
-        problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
-        shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
-        return OperandTiles(*(Tiles(*shape, problem.dtype, problem.layout, self.interpret) for shape in shapes))
+        problem, c = self.problem, self.config
+        queries, keys = (problem.dims.T, c.block_q), (problem.dims.S, c.block_kv)
+        tiles = lambda length, block, dim: Tiles(length, dim, problem.dtype, problem.layout, self.interpret, block)
+        q, k = (tiles(*x, problem.H) for x in (queries, keys))
+        v, out = (tiles(*x, problem.Hv) for x in (keys, queries))
+        return OperandTiles(q, k, v, out)
 
     @property
     def query_blocks(self) -> int:
