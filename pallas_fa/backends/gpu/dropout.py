@@ -23,14 +23,13 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
+from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.softmax.dropout import DECISION_BITS, ROUNDS, Dropout
 from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
 _THREADS = 128  # of a warpgroup
 _PER_THREAD = plgpu.Layout.WG_STRIDED((_THREADS,), vec_size=1)  # a number for each
 _BITS = 32  # of a word
-_CALLS = 8  # for its elements
-_AT_ONCE = 4
 _INFINITY = 0x7C00  # float16
 
 
@@ -41,18 +40,6 @@ def in_memory(dropout: Dropout) -> jax.Array:
     places = (jnp.asarray(x, jnp.int32) for x in (dropout.first_query, dropout.first_key))
     by_head = lambda x: jnp.broadcast_to(jnp.reshape(x, x.shape[:2]), lead)
     return jnp.stack([by_head(x) for x in (*seeds, *places)], axis=-1)
-
-
-def pins(dropout: Dropout | None, warpgroups: int, columns: int, interpret: bool) -> dict[str, Any]:
-    """Returns the shared memory by name of `HeadDropout.draw`, for tiles of 64 rows; none where it is not used."""
-    if dropout is None or not dropout.aligned or interpret:
-        return {}
-    return {"pins_smem": plgpu.SMEM((warpgroups, 1 + _words(64 * columns), _THREADS), jnp.int32)}
-
-
-def _words(elements):
-    """How many words a thread has of a tile."""
-    return -(-elements // (_BITS * _THREADS))
 
 
 class Kept(NamedTuple):
@@ -93,14 +80,7 @@ class HeadDropout(NamedTuple):
         key, offset, first_query, first_key = (gmem[(*lead, i)] for i in range(4))
         return cls(key, offset, first_query, first_key, dropout.threshold, dropout.aligned and not interpret)
 
-    def pin(self, pins: Any) -> None:
-        """Puts the key where `draw` reads it; `pins` as there."""
-        if pins is not None:
-            pins[0] = jnp.broadcast_to(self.key, (_THREADS,))
-
-    def draw(
-        self, shape: tuple[int, int], t0: Any, s0: Any, *, keys_by_queries: bool = False, pins: Any = None
-    ) -> Kept:
+    def draw(self, shape: tuple[int, int], t0: Any, s0: Any, *, keys_by_queries: bool = False) -> Kept:
         """Returns which elements of a tile are kept.
 
         Args:
@@ -117,21 +97,14 @@ class HeadDropout(NamedTuple):
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             along = lambda i: lax.broadcast_in_dim(i, shape, [0 if i is rows else 1])
             return Kept(elementwise.inline(self._keeps, along(t), along(s)))
-        if pins is None:
-            key = jnp.broadcast_to(self.key, (_THREADS,))
-        else:
-            _meet_in_warps()
-            key = plgpu.load(pins.at[0], layout=_PER_THREAD)
         packed = _Packed(shape, keys_by_queries, self.threshold)
         word: Any = plgpu.ShapeDtypeStruct((_THREADS,), jnp.int32, layout=_PER_THREAD)
         run: Any = plgpu.inline_mgpu(
-            arg_types=(PER_ROW, PER_COLUMN, _PER_THREAD, plgpu.Layout.WG_SPLAT), return_type=(word,) * packed.words
+            arg_types=(PER_ROW, PER_COLUMN, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+            return_type=(word,) * packed.words,
         )(packed.draw)
-        words = run(rows, columns, key, self.offset)
-        if pins is not None:
-            for i, word in enumerate(words):
-                pins[1 + i] = word
-        return Kept(words, packed)
+        # Opaque, so that the keys of the rounds do not fill registers across the loop.
+        return Kept(run(rows, columns, opaque(self.key, interpret=False), self.offset), packed)
 
     def _keeps(self, t, s):
         key, offset = (lax.convert_element_type(i, jnp.uint32) for i in (self.key, self.offset))
@@ -151,7 +124,7 @@ class _Packed(NamedTuple):
     @property
     def words(self) -> int:
         """How many words a thread has."""
-        return _words(math.prod(self.shape))
+        return -(-math.prod(self.shape) // (_BITS * _THREADS))
 
     @property
     def _calls(self):
@@ -162,26 +135,24 @@ class _Packed(NamedTuple):
         """Returns the words, by the registers of a thread: positions of rows and columns, and the two seeds."""
         # Both are below 8 in their 16, as tiles start at multiples of 16.
         row, column = (_element(x.registers.reshape(-1)[0], 0) for x in (rows, columns))
-        key, offset = _element(key.registers[0], 0), offset.registers[()]
+        key, offset = key.registers[()], offset.registers[()]
+        round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
         found = [_word(0)] * self.words
         for call, place in enumerate(self._calls):
-            number, first = divmod(call, _CALLS)
-            if call % _AT_ONCE == 0:
-                key = _after(key, found[(call - 1) // _CALLS]) if call else key
-                round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
-            for of_t, bits in enumerate(self._bits(place, row, column, offset, round_keys)):
-                bits = arith.andi(bits, _word(0x10001 << 2 * first + of_t))
+            for of_t, word in enumerate(self._random(place, row, column, offset, round_keys)):
+                number, first = divmod(2 * call + of_t, _BITS // 2)
+                bits = arith.andi(_at_least(word, self.threshold), _word(0x10001 << first))
                 found[number] = arith.ori(found[number], bits)
         like = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         layout = _PER_THREAD.to_mgpu()
-        registers = [np.array([vector.from_elements(like, [x])], object) for x in found]
+        registers = [np.array([vector.from_elements(like, [_here(x)])], object) for x in found]
         return tuple(mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=True) for x in registers)
 
-    def _bits(self, place, row, column, offset, round_keys):
+    def _random(self, place, row, column, offset, round_keys):
         i, j, lane = place
         row, column = arith.addi(row, _word(64 * i)), arith.addi(column, _word(8 * j + lane))
         t, s = (column, row) if self.keys_by_queries else (row, column)
-        return [_at_least(x, self.threshold) for x in _philox2x32(arith.xori(t, offset), s, round_keys)]
+        return _philox2x32(arith.xori(t, offset), s, round_keys)
 
     def select(self, _: Any, x: Any, *words: Any) -> Any:
         """Returns the elements of x that are kept, and 0 for others."""
@@ -227,17 +198,10 @@ def _at_least(word, threshold):
     return llvm.inline_asm(i32, [bits, _word(threshold * 0x10001)], text, "=r,r,r", has_side_effects=False)
 
 
-def _meet_in_warps():
-    def sync(_):
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "bar.warp.sync 0xffffffff;", "", has_side_effects=True)
-
-    plgpu.inline_mgpu()(sync)()
-
-
-def _after(key, found):
-    """Returns `key`, the same in all threads, once the word `found` is computed: from the lane that it names."""
-    i32, text = ir.IntegerType.get_signless(32), "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-    return llvm.inline_asm(i32, [key, found], text, "=r,r,r", has_side_effects=True)
+def _here(x):
+    """Returns `x`, computed before what follows: shuffled to the lane where it is, which compilers keep in its place."""
+    i32, text = ir.IntegerType.get_signless(32), "shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;"
+    return llvm.inline_asm(i32, [x], text, "=r,r", has_side_effects=True)
 
 
 def _word(x):

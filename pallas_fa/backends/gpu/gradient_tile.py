@@ -32,13 +32,13 @@ class TilePlace(NamedTuple):
     scalars: dict[int, Any]
     dropout: HeadDropout | None
 
-    def kept(self, plan: BackwardCore, pins: Any = None) -> Kept | None:
+    def kept(self, plan: BackwardCore) -> Kept | None:
         """Returns what dropout keeps of the tile; None without dropout."""
         if self.dropout is None:
             return None
         by_keys, shape = plan.kind.keys_stationary, (plan.config.rows, plan.config.width)
         t0, s0 = (self.streamed, self.stationary) if by_keys else (self.stationary, self.streamed)
-        return self.dropout.draw(shape, t0, s0, keys_by_queries=by_keys, pins=pins)
+        return self.dropout.draw(shape, t0, s0, keys_by_queries=by_keys)
 
 
 @dataclasses.dataclass(frozen=True)

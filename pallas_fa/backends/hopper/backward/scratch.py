@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.dropout import pins
 from pallas_fa.backends.gpu.named_barriers import (
     WARP,
     WARPGROUP,
@@ -34,7 +33,7 @@ def scratch(plan: BackwardPlan) -> dict[str, Any]:
 
 def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
-    return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan) | _pins(plan)
+    return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
 
 
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
@@ -187,7 +186,3 @@ def _stand_ins(plan):
         if plan.splits
     }
     return accumulators | gradients | interpreter_scratch(_parties(plan))
-
-
-def _pins(plan):
-    return pins(plan.problem.dropout, plan.config.compute_wgs, plan.config.width, plan.interpret)

@@ -46,7 +46,6 @@ class Warpgroup:
         # Where the pass does not read it, and the tiles are alike, it shares memory with the other.
         self.stationary_pv_name = "stationary_pv" if "stationary_pv_smem" in scratch else "stationary_qk"
         self.stationary_pv = matrix(self.stationary_pv_name)
-        self.pins = scratch["pins_smem"].at[wg] if "pins_smem" in scratch else None
 
     def first_chunk(self, accs: Any) -> Any:
         """Returns the first of the chunks whose gradients are `accs`."""
@@ -85,13 +84,9 @@ class Warpgroup:
         }
 
     def dropout(self, n: Any) -> HeadDropout | None:
-        """Returns the dropout of query head n, whose key it pins; None where there is none."""
-        plan = self.plan
-        if plan.problem.dropout is None:
-            return None
-        dropout = HeadDropout.load(plan.problem.dropout, self.gmem.dropout, self.block.b, n, plan.interpret)
-        dropout.pin(self.pins)
-        return dropout
+        """Returns the dropout of query head n; None where there is none."""
+        dropout = self.plan.problem.dropout
+        return dropout and HeadDropout.load(dropout, self.gmem.dropout, self.block.b, n, self.plan.interpret)
 
     def scalars(self, n: Any) -> dict[int, Any]:
         """Returns the arrays without positions, by number, for query head n."""

@@ -39,10 +39,9 @@ class Compute:
         self.block_steps = work.steps_of(plan, block, gmem.visit_table)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
         self.logits = Logits(plan, block, self.block_steps, wg, self.t0, gmem, scratch)
-        self.dropout, self.pins = None, scratch["pins_smem"].at[wg] if "pins_smem" in scratch else None
+        self.dropout = None
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
-            self.dropout.pin(self.pins)
         # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
         sinks = gmem.sinks
         self.sink = None if sinks is None else sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
@@ -163,7 +162,7 @@ class Compute:
         if self.dropout is None:
             return None
         shape, s0 = (64, self.plan.config.block_kv), self.logits.first_key(i, visited)
-        return self.dropout.draw(shape, self.t0, s0, pins=self.pins)
+        return self.dropout.draw(shape, self.t0, s0)
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -176,7 +175,6 @@ class Compute:
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
             self._let_next_issue()
-            kept = self._kept(i, visited)  # under the matmuls
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, p_i if kept is None else kept.select(p_i), *of_max
@@ -184,6 +182,7 @@ class Compute:
                 scratch["pin_smem"][self.wg] = results[0]
             return results
 
+        kept = self._kept(i, visited)  # slower between matmuls (evidence: library/dropout-by-philox)
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(k_slot)[0]])
         self._wait_to_issue()
         like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)

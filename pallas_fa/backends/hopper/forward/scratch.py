@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.dropout import pins
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -45,7 +44,6 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
-    scratch |= pins(plan.problem.dropout, c.compute_wgs, c.block_kv, plan.interpret)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
