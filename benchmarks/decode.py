@@ -129,7 +129,10 @@ def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, A
     found = Prepared(step, max(2, int(0.02 / estimate)), {}, {})
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
     for page in PAGES.get(name, ()):
-        calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, page=page)
+        in_pages = dataclasses.replace(step, page=page)
+        calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), in_pages
+        if "pallas_fa:mma" in candidates:
+            calls[f"mma, pages of {page}"] = parse("pallas_fa:mma"), in_pages
     for label, (implementation, call) in calls.items():
         row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(call)
         found.rows[label] = row | dict(bytes=step.bytes, caches=len(caches))

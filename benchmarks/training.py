@@ -42,6 +42,13 @@ SUITES = {
         implementations=("jax.nn:cudnn", "pallas_fa:mosaic_gpu", "jax.nn:xla"),
         baseline="jax.nn:cudnn",
     ),
+    "mma": TrainingSuite(  # what the kernels for other GPUs train to, beside Hopper's; a peer says how far bfloat16 differs
+        size="small",
+        dtype="bfloat16",
+        shapes=((16, 512),),
+        implementations=("pallas_fa:mosaic_gpu", "pallas_fa:mma", "jax.nn:cudnn"),
+        baseline="pallas_fa:mosaic_gpu",
+    ),
     "tiny": TrainingSuite(
         size="nano",
         dtype="float32",

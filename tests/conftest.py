@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import gc
 import os
 
 # XLA runs the warpgroups of an interpreted kernel on its thread pool; with fewer threads than warpgroups they would wait
@@ -26,6 +27,9 @@ def pytest_collection_modifyitems(items):
     from tests import layers
 
     layers.thin(items)
+    # What is imported and collected stays to the end: the garbage collector, some 8% of the time, need not look at it.
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture
@@ -42,6 +46,15 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """What one run of the training program compiled, the next reads; in other processes too."""
+    from tests import training
+
+    with training.compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture

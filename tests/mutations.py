@@ -28,7 +28,7 @@ class Mutation(NamedTuple):
 
 
 INTERVALS = "tests/test_documents.py -k ranges"
-MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_kernel_interpreted.py tests/test_backward_kernel.py -k interpreted"
+MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_schedule.py"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 BACKWARD = "tests/test_backward_kernel.py -k interpreted"
 BLOCKS = "tests/test_block_masks.py"
@@ -38,6 +38,7 @@ PAGES = "tests/test_paged_attention.py"
 FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
 FLOAT16 = "tests/test_float16_range.py"
 COPIES = "tests/test_mma_copies.py"
+MMA_DECODE, MMA_PAGES = (f"tests/test_mma_decode.py -k {name}" for name in ("one_piece", "pages"))
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
@@ -68,6 +69,9 @@ MUTATIONS = (
     Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
     Mutation("backends/mma/copies.py", "i32(width - _VECTOR)", "i32(0)", COPIES),
     Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),
+    Mutation("backends/mma/decode/kernel.py", "weight / jnp.where(empty", "1 / jnp.where(empty", MMA_DECODE),
+    Mutation("backends/mma/decode/kernel.py", "s0 + key, pages[", "s0, pages[", MMA_PAGES),
+    Mutation("backends/gpu/logits.py", "column + of_block * shape[1]", "column", MMA_DECODE),
     Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products - d_lse)", "zero_padding(products)", BACKWARD),
     Mutation("backends/hopper/backward/backward.py", "(sums[present] * plan.qk_scale)", "(sums[present])", BACKWARD),

@@ -1,7 +1,7 @@
 """A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
 
 Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths,
-pairs of blocks of queries, float32.
+pairs of blocks of queries, float32. Forward: few queries by mma.sync, of keys in one piece, in parts and in pages.
 """
 
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 
 import pallas_fa
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
+from pallas_fa.backends.mma import config as mma
 
 _LENGTH = 300
 
@@ -59,6 +60,25 @@ def main(names: Sequence[str] = ()) -> None:
         run = jax.jit(jax.grad(functools.partial(_loss, **keywords), (0, 1, 2) if bias is None else (0, 1, 2, 3)))
         jax.block_until_ready(run(q, k, v, bias))
         print(f"ran: {name}", flush=True)
+    for name, (rows, page, H) in {
+        "mma, few queries": (16, None, 128),
+        "mma, few queries, 32 rows": (32, None, 64),
+        "mma, few queries, pages": (16, 16, 128),
+    }.items():
+        if not names or any(part in name for part in names):
+            jax.block_until_ready(_few_queries(rows, page, H))
+            print(f"ran: {name}", flush=True)
+
+
+def _few_queries(rows, page, H):
+    q, k, v = (_normal(i, 2, T, heads, H) for i, (T, heads) in enumerate(((1, 8), (320, 2), (320, 2))))
+    lengths = jnp.array([70, 320])
+    keywords = {"implementation": "mma", "config": mma.Config(decode=mma.DecodeConfig(rows, 64, 3, kv_splits=2))}
+    if page is None:
+        return pallas_fa.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, **keywords)
+    table = jnp.arange(2 * 320 // page).reshape(2, -1)
+    pages = (x.reshape(-1, page, *x.shape[2:]) for x in (k, v))
+    return pallas_fa.paged_attention(q, *pages, table, lengths, **keywords)
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, monkeypatch):
     key, offset = (np.uint64(x) for x in seeds)
     packed = kernel._Packed(shape, keys_by_queries, threshold)
     words = packed.draw(
-        None, rows, columns, registers((1,), [np.full((128, 1), key)]), SimpleNamespace(registers={(): offset})
+        None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset})
     )
     assert len(words) == 3
     found = packed.select(None, tiled, *(SimpleNamespace(registers=word) for word in words)).reshape(-1)

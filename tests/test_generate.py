@@ -29,17 +29,11 @@ from models.settings import parse as parse_training
 from models.settings import write_record
 from models.step import init_state, make_optimizer
 from models.text import model_config
-from tests.training import ROOT, arguments, compiled_once
+from tests.training import ROOT, arguments
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "compiled_once")
 CONTEXT, COUNT = 64, 30
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import masks
-from pallas_fa.backends.hopper.config import Config, ForwardConfig
+from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from tests.cases import TABLE, Case
 
 pytestmark = pytest.mark.gpu
@@ -172,6 +172,55 @@ PAIRS = (
 
 @pytest.mark.parametrize(("case", "config"), PAIRS, ids=[f"{case}-{config.q_block_pairs}" for case, config in PAIRS])
 def test_pairs_of_blocks_are_accurate(case, config, check):
+    check(case, "mosaic_gpu", gradients=False, config=Config(forward=config))
+
+
+# So few CTAs that each takes several blocks, of several heads. The last three: a CTA holds all keys of a head.
+PERSISTENT = tuple(
+    (
+        Case(T, S, mask, score, dtype, N=4, K=2, H=64, Hv=64, **options),
+        Config(
+            ForwardConfig(wgs, 64 * wgs, persistent_ctas=3), BackwardConfig(wgs, 64 * wgs, (2, 1), persistent_ctas=5)
+        ),
+    )
+    for wgs, T, S, mask, score, dtype, options in (
+        (2, 333, 517, "lengths", "plain", "bfloat16", {}),
+        (2, 500, 500, "packed", "plain", "float16", {}),
+        (2, 517, 333, "window_causal", "plain", "bfloat16", dict(dropout=0.3)),
+        (1, 333, 517, "causal", "everything", "bfloat16", {}),
+        (1, 200, 300, "dense", "bias", "float16", {}),
+        (1, 200, 300, "causal", "plain", "float32", {}),
+        (1, 200, 50, "lengths", "plain", "float32", {}),
+        (2, 200, 100, "lengths", "plain", "bfloat16", dict(sinks="heads")),
+        (2, 197, 128, "full", "soft_cap", "float16", {}),
+    )
+)
+
+
+@pytest.mark.parametrize(("case", "config"), PERSISTENT, ids=[str(case) for case, _ in PERSISTENT])
+def test_persistent_ctas_are_accurate(case, config, check):
+    check(case, "mosaic_gpu", gradients=True, config=config)
+
+
+KEY_BLOCKS = tuple(
+    (
+        Case(T, S, mask, score, "bfloat16", N=4, K=2, H=H, Hv=H),
+        ForwardConfig(block_kv=block_kv, ping_pong=True, rescale_under_qk=True),
+    )
+    for H, block_kv in ((64, 112), (128, 176), (256, 80))
+    for T, S, mask, score in (
+        (344, 520, "full", "plain"),
+        (1024, 1024, "causal", "plain"),
+        (333, 517, "window_causal", "plain"),
+        (333, 517, "lengths", "soft_cap"),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"), KEY_BLOCKS, ids=[f"{case}-{config.block_kv}" for case, config in KEY_BLOCKS]
+)
+def test_key_blocks_of_multiples_of_16_are_accurate(case, config, check):
     check(case, "mosaic_gpu", gradients=False, config=Config(forward=config))
 
 

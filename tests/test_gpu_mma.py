@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.backends.mma.config import Config, ForwardConfig
+from pallas_fa.backends.mma.config import Config, DecodeConfig, ForwardConfig
+from tests import test_decode, test_paged_attention
 from tests.cases import Case
 from tests.test_gpu import KERNEL_CASES, LONG_CASES, RELATIVE_CASES, WIDE_CASES
 
@@ -28,6 +29,33 @@ TILES = [ForwardConfig(wgs, rows, block_kv, stages) for wgs in (1, 2) for rows i
 @pytest.mark.parametrize("mask, score", [("causal", "plain"), ("packed", "bias"), ("lengths", "everything")])
 def test_every_form_of_tiles_is_accurate(tiles, mask, score, check):
     check(Case(333, 517, mask, score, "bfloat16", N=4, K=2), "mma", gradients=False, config=Config(forward=tiles))
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("name", test_decode.CALLS)
+def test_few_queries_are_accurate(name, H):
+    test_decode.is_accurate(name, H, "mma")
+
+
+DECODE_TILES = [DecodeConfig(rows, block_kv, stages, kv_splits) for rows, block_kv in ((16, 64), (16, 128), (32, 32),
+                (32, 64), (64, 16), (64, 64)) for stages, kv_splits in ((2, 1), (3, 5))]  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles", DECODE_TILES, ids=str)
+@pytest.mark.parametrize("mask, score", [("bottom_right", "plain"), ("dense", "bias"), ("lengths", "everything")])
+def test_every_form_of_tiles_for_few_queries_is_accurate(tiles, mask, score, check):
+    check(Case(7, 517, mask, score, "bfloat16", N=4, K=2), "mma", gradients=False, config=Config(decode=tiles))
+
+
+@pytest.mark.parametrize("H, Hv", [(256, 256), (72, 40), (128, 192), (100, 59)])
+def test_few_queries_of_any_head_dims_are_accurate(H, Hv, check):
+    check(Case(5, 517, "bottom_right", "soft_cap", "float16", N=8, K=2, H=H, Hv=Hv), "mma", gradients=False)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("name", test_paged_attention.CALLS)
+def test_keys_in_pages_are_those_of_one_piece(name, H, rng):
+    test_paged_attention.reads_what_it_reads_of_one_piece(name, H, rng, "mma")
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "packed"])

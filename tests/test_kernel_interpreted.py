@@ -24,6 +24,10 @@ PING_PONG, THREE_PING_PONG = (
 PAIRS_PING_PONG = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, q_block_pairs=1, ping_pong=True))
 TWO_PAIRS = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=2))
 PAIRED = Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1))
+EIGHTY, MANY_KEYS = (
+    Config(forward=ForwardConfig(block_kv=block_kv, pin_softmax=pins, ping_pong=True, rescale_under_qk=True))
+    for block_kv, pins in ((80, True), (176, False))
+)
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -75,6 +79,14 @@ CASES = {
         dataclasses.replace(BASE, T=300, S=300, mask="causal"),
         PAIRS_PING_PONG,
     ),
+    "persistent, empty rows": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths"),
+        Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, ping_pong=True, persistent_ctas=3)),
+    ),
+    "persistent, pairs, grouped heads, bias": (
+        dataclasses.replace(BASE, T=300, N=4, K=2, score="bias_shared"),
+        Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1, persistent_ctas=3)),
+    ),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score, sinks": (
         dataclasses.replace(BASE, mask="causal", score="everything", sinks="heads"),
@@ -89,6 +101,12 @@ CASES = {
         dataclasses.replace(BASE, mask="segments", score="everything", sinks="heads", dropout=0.3),
         PAIRS_PING_PONG,
     ),
+    "80 keys a block": (dataclasses.replace(BASE, T=128, S=256), EIGHTY),
+    "80 keys a block, odd lengths, bias of rows": (
+        dataclasses.replace(BASE, mask="causal", score="everything"),
+        EIGHTY,
+    ),
+    "176 keys a block, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), MANY_KEYS),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
 }
 
@@ -104,6 +122,17 @@ def interpreted(problem, operands, kernel=forward.forward):
         return results, gpu_callbacks.get_races().races_found
 
 
+def assert_right_and_free_of_races(problem, operands, kernel=forward.forward):
+    (out, lse), races = interpreted(problem, operands, kernel)
+    assert not races
+    out = np.asarray(out, np.float32)
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    # One rounding of p and one of the result, to bfloat16.
+    np.testing.assert_allclose(out, true_out, rtol=2e-2, atol=2e-2)
+    assert np.linalg.norm(out - true_out) < 4e-3 * np.linalg.norm(true_out)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
 def problem_of(case, config):
     inputs = case.inputs()
     return normalise(*inputs.qkv, config=config, **inputs.keywords(inputs.arrays))
@@ -111,15 +140,7 @@ def problem_of(case, config):
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
-    problem, operands = problem_of(*CASES[name])
-    (out, lse), races = interpreted(problem, operands)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    # One rounding of p and one of the result, to bfloat16.
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    error = np.linalg.norm(np.asarray(out, np.float32) - true_out) / np.linalg.norm(true_out)
-    assert error < 4e-3
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(*problem_of(*CASES[name]))
 
 
 @pytest.mark.parametrize("forbidden", [-1e9, -1e10, -1e30, float(np.finfo(np.float32).min)])
@@ -129,11 +150,7 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
     bias = np.where(np.tri(200, dtype=np.bool_), 0, forbidden).astype(np.float32)
     bias[7] = forbidden
     problem, operands = normalise(*inputs.qkv, bias=bias, config=TWO)
-    (out, lse), races = interpreted(problem, operands)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(problem, operands)
 
 
 def test_padding_may_hold_nan():

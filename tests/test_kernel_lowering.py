@@ -109,9 +109,9 @@ CONFIGS = sorted(
     {
         (dim, "float32" if split else "bfloat16", config)
         for dim, split in ((64, False), (128, False), (192, False), (256, False), (64, True), (128, True))
-        for length in (1024, 2**14)
+        for length in (64, 256, 1024, 2**14)
         for flags in itertools.product((True, False), repeat=3)
-        for config in forward_configs(ForwardFacts(dim, dim, length, MANY, *flags, split), GPU)
+        for config in forward_configs(ForwardFacts(dim, dim, length, length, MANY, *flags, split), GPU)
     },
     key=str,
 )
@@ -123,10 +123,18 @@ def test_every_configuration_of_the_tables_lowers(dim, dtype, config):
     assert lower_forward(case, config=Config(forward=config)) == 1
 
 
+@pytest.mark.parametrize(("H", "block_kv"), [(64, 112), (128, 176), (256, 80)])
+@pytest.mark.parametrize(("S", "mask"), [(520, "causal"), (517, "full")])
+def test_key_blocks_of_multiples_of_16_lower(H, block_kv, S, mask):
+    config = ForwardConfig(block_kv=block_kv, ping_pong=True, rescale_under_qk=True)
+    case = dataclasses.replace(BASE, T=344, S=S, mask=mask, H=H, Hv=H)
+    assert lower_forward(case, config=Config(forward=config)) == 1
+
+
 @pytest.mark.parametrize(("heads", "pairs"), [(1, 0), (16, 0), (33, 1), (66, 2), (132, 4), (MANY, 4)])
 def test_no_more_pairs_than_keep_multiprocessors_busy(heads, pairs):
     """At 1024 queries there are 8 blocks of queries for each head, for 132 multiprocessors."""
-    facts = ForwardFacts(128, 128, 1024, heads, uniform=False, visit_table=True, packed=True, split=False)
+    facts = ForwardFacts(128, 128, 1024, 1024, heads, uniform=False, visit_table=True, packed=True, split=False)
     assert forward_configs(facts, GPU)[0].q_block_pairs == pairs
 
 
@@ -182,7 +190,8 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
     ("arguments", "message"),
     [
         ({"compute_wgs": 4}, "compute_wgs=4"),
-        ({"block_kv": 80}, "block_kv=80"),
+        ({"block_kv": 72}, "block_kv=72"),
+        ({"block_kv": 272}, "block_kv=272"),
         ({"stages": 0}, "stages=0"),
         ({"l2_head_group": 0}, "l2_head_group=0"),
         ({"q_block_pairs": -1}, "q_block_pairs=-1"),

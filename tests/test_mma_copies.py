@@ -8,9 +8,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.arrays import KernelArray
 from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.mma import arrays
 from pallas_fa.backends.mma.copies import Copies
 from pallas_fa.backends.mma.tiles import Tiles
 from tests import emulated
@@ -104,3 +106,19 @@ def test_a_row_of_values(limit):
         expected = x[1, cta * 64 : cta * 64 + 64].copy()
         expected[64 if limit is None else limit :] = 0
         np.testing.assert_array_equal(smem, expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 128), (1, 1, 64, 128), (1, 1, 64 + 128 - 1)], ids=["row", "tile", "diagonals"]
+)
+def test_parts_of_arrays_past_the_end_are_zeros(shape):
+    array = KernelArray.of(jax.ShapeDtypeStruct(shape, jnp.float32), 64)
+    x = counted(*jax.eval_shape(array.in_memory, jax.ShapeDtypeStruct(shape, jnp.float32)).shape, dtype=jnp.float32)
+
+    def body(x, out, smem):
+        copies = Copies()
+        arrays.load(copies, array, x.at[0, 0], 0, lax.axis_index(AXIS) * 64, smem, wgs=None)
+        copies.wait()
+
+    left = emulate(body, 3, x, np.zeros((1, 8), jnp.float32), array.scratch(rows=64, columns=64))
+    assert [np.count_nonzero(smem) for smem in left] == [left[0].size, left[0].size, 0]

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_fa import masks, ragged_paged_attention
-from pallas_fa.backends import reference
 from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.backends.mma.decode.decode import decode as decode_by_mma
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 from tests.lowering import kernels
-from tests.test_kernel_interpreted import interpreted
+from tests.test_kernel_interpreted import assert_right_and_free_of_races
 from tests.test_sharding import mesh_of
 
 PAGE, N, K, H, TOKENS, SEQUENCES = 16, 4, 2, 16, 70, 7
@@ -110,17 +110,14 @@ def test_keys_and_values_are_not_copied():
     assert kernels(on_gpu, *given, *rest) == 1
 
 
-def test_interpreted_kernel_finds_keys_and_values_between_each_other(rng):
+@pytest.mark.parametrize("decode", [decode, decode_by_mma])
+def test_interpreted_kernel_finds_keys_and_values_between_each_other(decode, rng):
     q, pages, _, table, *_ = arguments(rng, [(2, 60), (2, 128)], jnp.bfloat16)
     lengths = jnp.array([60, 128])
     keys, values = (Paged(pages, table[:2], interleaved=i) for i in (0, 1))
     mask = masks.Causal(align="bottom_right")
     problem, operands = normalise(q[:4].reshape(2, 2, N, H), keys, values, mask=mask, key_value_seq_lengths=lengths)
-    (out, lse), races = interpreted(problem, operands, decode)
-    assert not races
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
-    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert_right_and_free_of_races(problem, operands, decode)
 
 
 def test_heads_over_explicit_axes(rng):

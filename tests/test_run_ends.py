@@ -27,13 +27,9 @@ from models.output import prepare_output
 from models.run import run
 from models.settings import parse
 from models.text import TextTask
-from tests.training import ROOT, arguments, compiled_once, final_state, losses, start, write_texts
+from tests.training import ROOT, arguments, final_state, losses, start, write_texts
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

@@ -54,11 +54,10 @@ def test_a_call_does_the_same(mode, call, small_chunks):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ("rank promotion", "dtype promotion"))
-def test_kernels_lower(mode):
-    """Not while checking leaks: Pallas's own run_state holds its tracers."""
+def test_kernels_lower():
+    """Under both rules of promotion at once. Not while checking leaks: Pallas's own run_state holds its tracers."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     mask = masks.Window(3, 2, offset=LENGTHS) & masks.Causal(offset=LENGTHS) | masks.Causal(align="bottom_right")
     lengths = {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
-    with MODES[mode]():
+    with MODES["rank promotion"](), MODES["dtype promotion"]():
         assert kernels(lambda x: with_gradient(x, mask=mask, **lengths), x) == 2

@@ -18,13 +18,9 @@ from models.metrics import MetricsLog, read_rows
 from models.plot import plot_run
 from models.settings import parse, write_record
 from models.step import init_state, make_optimizer, make_train_step, schedule
-from tests.training import SENTENCE, arguments, compiled_once, final_state, losses, write_texts
+from tests.training import SENTENCE, arguments, final_state, losses, write_texts
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

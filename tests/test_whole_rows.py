@@ -15,7 +15,8 @@ from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.context_parallel import ring_attention
 from pallas_fa.masks.lengths import bind
 from pallas_fa.operands.dims import Dims
-from tests.cases import TABLE
+from pallas_fa.problem import normalise
+from tests.cases import TABLE, Case
 from tests.layers import representatives
 
 
@@ -28,11 +29,18 @@ def as_on_gpu(monkeypatch):
 @pytest.fixture
 def small_rows(as_on_gpu, monkeypatch):
     """Also chunks of 32 queries, the last ones overlapping, with intervals in multiples of 8 keys, chosen at run time."""
-    monkeypatch.setattr(plan, "_LOGITS_AT_ONCE", 0)
-    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", 0)
-    monkeypatch.setattr(plan, "_FEWEST_QUERIES", 32)
+    monkeypatch.setattr(plan, "_LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(plan, "_FEW", 32)
     monkeypatch.setattr(intervals_of_keys, "_ALIGNMENT", 8)
     monkeypatch.setattr(intervals_of_keys, "_WORTH_A_CHOICE", 0)
+
+
+@pytest.fixture
+def few_heads(as_on_gpu, monkeypatch):
+    """Also at least two chunks, of heads where that can be."""
+    monkeypatch.setattr(plan, "_SHORT", 0)
+    monkeypatch.setattr(plan, "_FEW", 1)
+    monkeypatch.setattr(plan, "_FEWEST_CHUNKS", 2)
 
 
 _CASES = pytest.mark.parametrize("case", sorted(representatives(TABLE), key=str), ids=str)
@@ -47,6 +55,23 @@ def test_table_in_chunks_of_rows(case, check):
 @_CASES
 @pytest.mark.usefixtures("as_on_gpu", "quick_compilation")
 def test_table_with_all_rows_at_once(case, check):
+    check(case, "xla", gradients=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(64, 64),
+        Case(113, 203, "dense_keys", "bias", dtype="bfloat16", N=6, K=2),
+        Case(113, 203, "dense_head_rows", "bias_head_rows", sinks="heads"),
+        Case(113, 203, "dense_partial_batch", "bias_shared", dtype="float16", sinks="batch", batch=(2, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("few_heads", "quick_compilation")
+def test_in_chunks_of_heads(case, check):
+    inputs = case.inputs()
+    assert plan.whole_rows(normalise(*inputs.qkv, **inputs.keywords(inputs.arrays))[0]).axis == 1
     check(case, "xla", gradients=True)
 
 
@@ -73,14 +98,21 @@ def _told(B, S, N, dtype=jnp.float32, **keywords):
     ("B", "S", "N", "words"),
     [
         (8, 1024, 16, "1024 queries by 1024 keys at a time, 512 MiB"),  # all at once
-        (32, 1024, 16, "128 queries by 1024 keys at a time, 256 MiB"),
-        (2, 4096, 16, "512 queries by 4096 keys at a time, 256 MiB"),
+        (32, 1024, 16, "1024 queries by 1024 keys at a time, for 8 of 16 heads, 1.02e+03 MiB"),
+        (2, 4096, 16, "4096 queries by 4096 keys at a time, for 2 of 16 heads, 256 MiB"),  # an eighth
+        (2, 4096, 15, "4096 queries by 4096 keys at a time, for 1 of 15 heads, 128 MiB"),
+        (2, 4096, 7, "512 queries by 4096 keys at a time, 112 MiB"),  # an eighth
         (1, 2**17, 16, "128 queries by 131072 keys at a time, 1.02e+03 MiB"),  # 512 bytes for each key and head
     ],
 )
 @pytest.mark.usefixtures("as_on_gpu")
 def test_explain_says_which_logits_are_in_memory(B, S, N, words):
     assert words in _told(B, S, N)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_positions_that_a_mask_rules_out_make_chunks_of_queries():
+    assert "512 queries by 4096 keys at a time, 256 MiB" in _told(2, 4096, 16, is_causal=True)
 
 
 def test_other_platforms_chunk_keys_too():

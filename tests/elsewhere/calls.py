@@ -1,5 +1,9 @@
-"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too."""
+"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too.
 
+Those for few queries are compiled with lengths; the best ones for keys in pages, too, which `Call.causal` says.
+"""
+
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -8,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
@@ -25,10 +30,15 @@ from pallas_fa.backends.mma.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu as mma_backward_scratch
 from pallas_fa.backends.mma.backward.table import BackwardFacts, backward_configs
 from pallas_fa.backends.mma.config import Config
+from pallas_fa.backends.mma.decode import decode as mma_decode
+from pallas_fa.backends.mma.decode.plan import DecodePlan
+from pallas_fa.backends.mma.decode.scratch import on_gpu as mma_decode_scratch
+from pallas_fa.backends.mma.decode.table import DecodeFacts, decode_configs
 from pallas_fa.backends.mma.forward import forward as mma_forward
 from pallas_fa.backends.mma.forward.plan import ForwardPlan
 from pallas_fa.backends.mma.forward.scratch import on_gpu as mma_forward_scratch
 from pallas_fa.backends.mma.forward.table import ForwardFacts, forward_configs
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Residuals, normalise
 
 B, T, N = 2, 1024, 8
@@ -50,6 +60,7 @@ def calls(gpu: Gpu) -> Iterator[Call]:
     for head_dim, causal in itertools.product((64, 96, 128, 256, 512), (False, True)):
         if head_dim <= LARGEST_HEAD_DIM and head_dim != 96:  # which kernels by mma.sync pad to 128
             yield from _mma(gpu, head_dim, causal)
+            yield from _mma_decode(gpu, head_dim, in_pages=causal)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
 
@@ -91,6 +102,43 @@ def _mma(gpu, head_dim, causal):
                 )
 
 
+def _mma_decode(gpu, head_dim, in_pages):
+    """One query of as many heads of a key head as the tiles have rows; with lengths, in pages of 16 for the best tiles."""
+    tried = set()
+    for rows in (16, 32, 64):
+        q, k = (jax.ShapeDtypeStruct((B, *x, head_dim), jnp.bfloat16) for x in ((1, rows), (T, 1)))
+        args = q, k, k, jax.ShapeDtypeStruct((B,), jnp.int32)
+        for tiles in decode_configs(DecodeFacts(rows, head_dim, gpu.shared_memory // 1024)):
+            tiles = dataclasses.replace(tiles, kv_splits=2)
+            problem = grouped_rows.of_problem(_few_queries(tiles, in_pages, *args, shapes=True)[0])
+            if tiles in tried or not fits(mma_decode_scratch(DecodePlan(problem, tiles)), gpu):
+                continue
+            tried.add(tiles)
+            yield Call(
+                "mma decode", head_dim, tiles, in_pages, functools.partial(_mma_decoded, gpu, tiles, in_pages), args
+            )
+            if in_pages:
+                break
+
+
+def _mma_decoded(gpu, tiles, in_pages, *args):
+    return mma_decode.decode(*_few_queries(tiles, in_pages, *args), gpu)
+
+
+def _few_queries(tiles, in_pages, q, k, v, lengths, shapes=False):
+    """(problem, operands); `shapes`: of shapes."""
+    found = []
+
+    def see(q, k, v, lengths):
+        if in_pages:
+            table = jnp.arange(B * T // 16, dtype=jnp.int32).reshape(B, -1)
+            k, v = (Paged(x.reshape(-1, 16, *x.shape[2:]), table) for x in (k, v))
+        found.extend(normalise(q, k, v, key_value_seq_lengths=lengths, config=Config(decode=tiles)))
+
+    jax.eval_shape(see, q, k, v, lengths) if shapes else see(q, k, v, lengths)
+    return found
+
+
 def _mma_pass(plan, q, k, v, d_out, neg_lse, delta):
     return mma_backward.run(plan, _operands(plan.problem, q, k, v), d_out, neg_lse, delta)
 
@@ -99,7 +147,9 @@ def _hopper(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     in_tables = -(-head_dim // 64) * 64
     facts = [
-        HopperForwardFacts(in_tables, in_tables, length, B * N, uniform, visit_table=False, packed=packed, split=False)
+        HopperForwardFacts(
+            in_tables, in_tables, length, length, B * N, uniform, visit_table=False, packed=packed, split=False
+        )
         for length, uniform, packed in itertools.product((1024, 2**14), (not causal,), (False, True))
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
@@ -110,7 +160,7 @@ def _hopper(gpu, head_dim, causal):
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
     for tiles in hopper_backward_configs(
-        HopperBackwardFacts(gives, in_tables, in_tables, T, 1, causal, visit_table=False, split=False)
+        HopperBackwardFacts(gives, in_tables, in_tables, T, T, B * N, 1, causal, visit_table=False, split=False), gpu
     ):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
         if hopper_backward.why_no_backward(problem, gpu) is None:

@@ -104,6 +104,10 @@ class KernelArray:
         transforms = swizzle(self.stored_dtype, self.piece(columns))
         return plgpu.SMEM((*lead, rows, columns), self.stored_dtype, transforms=transforms)
 
+    def place_in(self, smem: Any, columns: int) -> Any:
+        """Returns the first `columns` of a row in `scratch`, which may have more."""
+        return smem if smem.shape[-1] == columns else smem.at[pl.ds(0, columns)]
+
     def piece(self, columns: int) -> int:
         """Returns how many bytes of a row of such tiles lie together in shared memory."""
         return math.gcd(self.row_bytes, columns * self.stored_dtype.itemsize, 128)
@@ -113,6 +117,8 @@ class KernelArray:
         if self.kind == "tile":
             return self.restore(plgpu.load(smem, layout=layout))
         axis = 1 if self.kind == "row" else 0
+        if self.kind == "row":
+            smem = self.place_in(smem, shape[1])
         values = plgpu.load(smem, layout=layout.reduce(1 - axis))
         return self.restore(lax.broadcast_in_dim(values, shape, [axis]))
 

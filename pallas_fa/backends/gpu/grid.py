@@ -1,6 +1,7 @@
 """The CTAs (CUDA thread blocks) of a kernel: how many there are, and which head each works on."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,12 +37,24 @@ class Grid:
         """How many CTAs there are."""
         return self.batch * self.heads * self.ctas_per_head
 
-    def place(self) -> Place:
-        """Returns, in a kernel, the place of the CTA."""
-        rest, head_in_group = quotient_and_remainder(lax.axis_index(AXIS), self.l2_head_group)
+    def place(self, number: Any = None) -> Place:
+        """Returns, in a kernel, the place of CTA `number`; None: of this one."""
+        number = lax.axis_index(AXIS) if number is None else number
+        rest, head_in_group = quotient_and_remainder(number, self.l2_head_group)
         group, cta = quotient_and_remainder(rest, self.ctas_per_head)
         b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)
         return Place(b, head, cta, group)
+
+
+def persistent_ctas(grid: Grid, multiprocessors: int) -> int:
+    """Returns how many CTAs share the places of `grid` where each takes one after the other; 0 where all run at once.
+
+    One for each multiprocessor, or a few less: CTA i takes the places i, i + count, ..., and gets those of all parts of a
+    head in turn, which may differ in work, if the count has no divisor in common with their number.
+    """
+    if grid.ctas <= multiprocessors:
+        return 0
+    return next(n for n in range(multiprocessors, 0, -1) if math.gcd(n, grid.ctas_per_head) == 1)
 
 
 def largest_divisor(count: int, at_most: int) -> int:

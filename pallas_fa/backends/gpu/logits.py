@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
@@ -14,12 +15,25 @@ from pallas_fa.scores.base import evaluate
 
 
 class Place(NamedTuple):
-    """Where a tile of logits is: batch entry, query head, its first query and its first key."""
+    """Where a tile of logits is: batch entry, query head, its first query and its first key.
+
+    `queries`: how many there are, where the rows of the tile are those of several key blocks, one after the other; None
+    where each row is another query.
+    """
 
     b: Any
     n: Any
     t0: Any
     s0: Any
+    queries: int | None = None
+
+    def positions(self, shape: tuple[int, int]) -> tuple[Any, Any]:
+        """Returns (query, key) of each element of a tile of `shape`."""
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1))
+        if self.queries is not None and self.queries < shape[0]:
+            of_block = lax.div(row, jnp.full_like(row, self.queries))
+            row, column = row - of_block * self.queries, column + of_block * shape[1]
+        return self.t0 + row, self.s0 + column
 
 
 def logits(
@@ -39,8 +53,7 @@ def logits(
     if problem.score is None and not is_boundary:
         return with_positive_factor(x, factor)
     score, mask = load()
-    t = at.t0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE)
-    s = at.s0 + plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+    t, s = at.positions(x.shape)
     if problem.score is not None:
         apply = lambda x, t, s, score: evaluate(score, x * problem.scale, at.b, at.n, t, s)
         x, factor = elementwise.inline_times(apply, x, t, s, score)

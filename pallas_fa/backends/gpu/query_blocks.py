@@ -48,14 +48,15 @@ class QueryBlocks:
         """Returns `row`, or the first query for a row of front padding."""
         return jnp.maximum(row, 0) if self.front_padding else row
 
-    def for_each(self, cta: Any, body: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+    def for_each(self, cta: Any, body: Callable[..., tuple[Any, Any]], start: tuple[Any, Any]) -> tuple[Any, Any]:
         """Calls body(number of the block, *sums) -> two counts for each block of this CTA, and returns the sums of both.
 
-        `sums`: of the counts of the blocks before.
+        `sums`: of the counts of the blocks before, from `start` on.
         """
         last = self.count - 1
         if not self.pairs:
-            return body(last - cta if self.last_first else cta, 0, 0)
+            counts = body(last - cta if self.last_first else cta, *start)
+            return tuple(b if isinstance(a, int) else a + b for a, b in zip(start, counts, strict=True))
 
         def following(i, sums):
             pair, is_second = quotient_and_remainder(i, 2)
@@ -67,4 +68,4 @@ class QueryBlocks:
         blocks = 2 * lax.div(pairs - cta + self.ctas - 1, jnp.int32(self.ctas))
         if self.count % 2:  # the block in the middle is a pair of its own, the last
             blocks -= jnp.where(cta == (pairs - 1) % self.ctas, 1, 0)
-        return lax.fori_loop(0, blocks, following, (jnp.int32(0), jnp.int32(0)))
+        return lax.fori_loop(0, blocks, following, tuple(map(jnp.int32, start)))

@@ -1,11 +1,15 @@
 """The mainloop of a kernel that holds a query block: steps over key blocks, from right to left."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_fa.backends.gpu.schedule import Visits, is_equal
 from pallas_fa.backends.gpu.visit_lists import VisitList
+from pallas_fa.operands import intervals
 
 
 class Steps(NamedTuple):
@@ -28,10 +32,10 @@ class Steps(NamedTuple):
         # Where there may be a boundary block at the start, the first step masks: it is compiled once, with the mask.
         boundary_end = 0
         if not is_equal(visits.full_last, visits.last):
-            boundary_end = jnp.maximum(visits.last - visits.full_last, 1)
+            boundary_end = intervals.maximum(visits.last - visits.full_last, 1)
         full_end = None
         if not is_equal(visits.full_first, visits.first):
-            full_end = jnp.maximum(visits.last - visits.full_first, boundary_end)
+            full_end = intervals.maximum(visits.last - visits.full_first, boundary_end)
         return cls(visits.last - 1, 0, boundary_end, full_end, visits.last - visits.first)
 
     @classmethod
@@ -43,6 +47,16 @@ class Steps(NamedTuple):
     def key_block(self, i: Any) -> Any:
         """Returns the key block that step i visits."""
         return self.last - i if self.listed is None else self.listed.tile(i)
+
+    def loop(self, step: Callable[..., Any], carry: Any) -> Any:
+        """Returns the carry after step(i, carry, is_boundary=...) -> carry of each step, in a kernel."""
+        boundary_step, full_step = (functools.partial(step, is_boundary=flag) for flag in (True, False))
+        if not self.starts_full:
+            carry = lax.fori_loop(0, self.boundary_end, boundary_step, carry)
+        carry = lax.fori_loop(self.boundary_end, self.end if self.full_end is None else self.full_end, full_step, carry)
+        if self.full_end is not None:
+            carry = lax.fori_loop(self.full_end, self.end, boundary_step, carry)
+        return carry
 
     @property
     def starts_full(self) -> bool:

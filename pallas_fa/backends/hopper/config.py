@@ -39,12 +39,13 @@ class ForwardConfig:
 
     Args:
       compute_wgs: compute warpgroups of a CTA (a CUDA thread block); each holds 64 queries.
-      block_kv: keys of a key block.
+      block_kv: keys of a key block, a multiple of 16.
       stages: depth of the rings of K and V.
       l2_head_group: heads whose CTAs run concurrently, so that their keys and values stay in the L2 cache; the CTAs with
         the most work first. It applies where there is a mask.
-      pin_softmax: stores the row sums in each step. Nothing reads them: the store stops ptxas from sinking the
-        exponentials below the wait for P V, which they are to overlap (evidence: forward/pin-the-softmax).
+      pin_softmax: stores a statistic of the softmax in each step. Nothing reads it: the store stops ptxas from sinking what
+        it depends on below the wait for P V. It is the row sums, and so all exponentials; with rescale_under_qk the
+        maximum (evidence: forward/pin-the-softmax).
       q_block_pairs: pairs of query blocks per CTA; 0: a single block. Each block's loads overlap the epilogue of the
         block before.
       ping_pong: the warpgroups issue their matmuls alternately, so that one's softmax overlaps the other's matmuls
@@ -52,6 +53,10 @@ class ForwardConfig:
       q_in_registers: queries are an operand in registers, not in shared memory.
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
         with few queries, which would not fill the GPU.
+      persistent_ctas: CTAs that process what else a CTA each would, one after the other: the loads of each block overlap the
+        epilogue of the block before, of another head too. 0: none.
+      rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
+        after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.
@@ -66,13 +71,15 @@ class ForwardConfig:
     ping_pong: bool = False
     q_in_registers: bool = False
     kv_splits: int = 1
+    persistent_ctas: int = 0
+    rescale_under_qk: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
             raise ValueError(f"compute_wgs={self.compute_wgs} must be 1, 2 or 3: a CTA has registers for no more.")
-        if self.block_kv < 64 or self.block_kv % 64:
+        if not 64 <= self.block_kv <= 256 or self.block_kv % 16:
             raise ValueError(
-                f"block_kv={self.block_kv} must be a positive multiple of 64, the width of a swizzled tile."
+                f"block_kv={self.block_kv} must be a multiple of 16 from 64 to 256, which a matmul instruction takes."
             )
         if self.stages < 1:
             raise ValueError(f"stages={self.stages} must be at least 1.")
@@ -82,6 +89,8 @@ class ForwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.kv_splits < 1:
             raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
+        if self.persistent_ctas < 0:
+            raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
 
     @property
     def block_q(self) -> int:
@@ -122,6 +131,8 @@ class BackwardConfig:
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
+      persistent_ctas: CTAs that process key blocks one after the other, each with the block that follows those of all:
+        its loads overlap the block before. 0: a CTA for each block. For passes that hold keys, without `chunk_slots`.
 
     `head_section` is a former name of `l2_head_group`, which still works.
     """
@@ -137,6 +148,7 @@ class BackwardConfig:
     by_tile: bool = False
     statistics_last: bool = False
     chunk_slots: int = 0
+    persistent_ctas: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2):
@@ -155,6 +167,8 @@ class BackwardConfig:
             raise ValueError(f"stagger={self.stagger} must be at least 0, a number of tiles.")
         if self.l2_head_group < 1:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
+        if self.persistent_ctas < 0:
+            raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
 
     @property
     def rows(self) -> int:

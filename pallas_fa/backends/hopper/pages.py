@@ -27,17 +27,6 @@ def why_not(pages: Paged, block_kv: int) -> str | None:
     return f"pages of {size} rows; it loads pages of 16, 32 or a multiple of 64"
 
 
-def numbers(pages: Paged, table: Any, b: Any, rows: Any) -> list[Any]:
-    """Returns the number of the page of each box, read from the `table` in device memory; `rows` are a `pl.ds`.
-
-    Of an entry that is no page's, and past the end of the table, it is that of some page.
-    """
-    last = pages.table.shape[1] - 1
-    box = rows.size // boxes(pages, rows.size)
-    entries = (lax.div(rows.start + i * box, jnp.int32(pages.size)) for i in range(boxes(pages, rows.size)))
-    return [jnp.clip(table[b, jnp.minimum(entry, last)], 0, pages.count - 1) for entry in entries]
-
-
 def load(
     tiles: Tiles,
     pages: Paged,
@@ -55,7 +44,7 @@ def load(
       tiles: those of the operand.
       pages: how its pages lie in memory.
       gmem: the pages.
-      at: their `numbers`.
+      at: their `page_numbers`.
       rows: of the sequence, a `pl.ds`.
       head: of the pages.
       copied: TMA's view of the tile.

@@ -32,23 +32,22 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
 
 def _only_named(problem):
-    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.gpu.few_queries import applies
 
     if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
         return RUN_IN_PART
-    if products.parts_of(problem) > 1 and decode.applies(problem):
+    if products.parts_of(problem) > 1 and applies(problem):
         return f"to split the keys for T={problem.dims.T} queries reads and writes more than to attend to them"
     return None
 
 
 def _remark(problem, kernels, gpu):
-    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.gpu import few_queries
+    from pallas_fa.backends.hopper.decode.choose import choose
 
-    remarks = [
-        head_dims.remark(problem),
-        products.remark(problem),
-        decode.remark(kernels, gpu) if decode.applies(kernels) else None,
-    ]
+    remarks = [head_dims.remark(problem), products.remark(problem)]
+    if few_queries.applies(kernels):
+        remarks.append(few_queries.remark(kernels, choose(kernels, gpu).config.kv_splits))
     return "; ".join(filter(None, remarks)) or None
 
 
@@ -67,23 +66,24 @@ def _why_no_forward(problem, gpu):
 def _pages_reason(problem, gpu):
     if problem.pages is None:
         return None
+    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES, applies
     from pallas_fa.backends.hopper import pages
-    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.hopper.decode.choose import choose
 
     if products.parts_of(problem) > 1:
         return f"{problem.dtype} keys in pages, which would be split into parts"
-    if not decode.applies(problem):
-        return f"T={problem.dims.T} queries and keys in pages; it takes at most {decode.MOST_QUERIES} then"
+    if not applies(problem):
+        return f"T={problem.dims.T} queries and keys in pages; it takes at most {MOST_QUERIES} then"
     if problem.mask is not None and problem.mask.has_blocks:
         return "a block mask and keys in pages"
-    return pages.why_not(problem.pages, decode.choose(problem, gpu).config.block_kv)
+    return pages.why_not(problem.pages, choose(problem, gpu).config.block_kv)
 
 
 def _config_reason(problem):
     if problem.config is None:
         return None
+    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
     from pallas_fa.backends.hopper.config import Config
-    from pallas_fa.backends.hopper.decode.choose import MOST_QUERIES
 
     if isinstance(problem.config, Config):
         forward = problem.config.forward
@@ -101,9 +101,9 @@ def _config_reason(problem):
 
 def _rows_reason(problem):
     """Of few queries, whose functions are evaluated by rows."""
-    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.gpu.few_queries import applies, as_kernel_sees
 
-    rows = decode.as_kernel_sees(problem) if decode.applies(problem) else problem
+    rows = as_kernel_sees(problem) if applies(problem) else problem
     return None if rows is problem else why_not_functions(rows)
 
 
@@ -113,6 +113,7 @@ def _arrays_reason(problem, gpu):
     if not leaves and problem.config is None:
         return None
     from pallas_fa.backends.gpu.arrays import KernelArrays
+    from pallas_fa.backends.gpu.few_queries import applies
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
     from pallas_fa.backends.hopper.decode import choose as decode
     from pallas_fa.backends.hopper.forward import choose as forward
@@ -121,7 +122,7 @@ def _arrays_reason(problem, gpu):
     reasons = (array.why_not() for array in KernelArrays.of(problem.score, problem.mask, problem.dims))
     if reason := next((reason for reason in reasons if reason), None):
         return reason
-    needed = on_gpu((decode if decode.applies(problem) else forward).choose(problem, gpu))
+    needed = on_gpu((decode if applies(problem) else forward).choose(problem, gpu))
     if fits(needed, gpu):
         return None
     return (

@@ -35,6 +35,7 @@ class Tiles:
     """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory.
 
     `sharers`: warpgroups that each take a part of the columns as operand of a matmul, where the head dim is one chunk.
+    `swizzle_bytes`: the width of the swizzled pieces of a row at most, and of a chunk where the tile is not copied at once.
     """
 
     length: int
@@ -47,6 +48,11 @@ class Tiles:
     column_parts: int = 1
     multiple: int = 64
     sharers: int = 1
+    swizzle_bytes: int = 128
+
+    def summed_over(self, rows: int) -> "Tiles":
+        """Returns tiles of `rows` rows that a matmul sums over: it takes as many at once as a swizzled piece is wide."""
+        return dataclasses.replace(self, swizzle_bytes=math.gcd(rows * self.dtype.itemsize, 128))
 
     @property
     def padded_dim(self) -> int:
@@ -62,17 +68,18 @@ class Tiles:
         return self.dim in _NARROWER and self.dtype.itemsize == 2
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
+        """Whether TMA copies the whole head dim at once."""
         return self._is_narrower or (self.length % 8 == 0 and self.dim % self.multiple == 0 and not self.in_chunks)
 
     @property
     def _one_view(self) -> bool:
-        return self._whole or self.interpret  # the interpreter has no layouts
+        return self.whole or self.interpret  # the interpreter has no layouts
 
     @property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return self.padded_dim if self._whole else 128 // self.dtype.itemsize
+        return self.padded_dim if self.whole else self.swizzle_bytes // self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
@@ -82,8 +89,8 @@ class Tiles:
     @property
     def swizzled(self) -> int:
         """Bytes of the widest swizzle of which a chunk, or the part of each sharer, has a whole number."""
-        sharers = self.sharers if self._whole else 1
-        return math.gcd(self.chunk * self.dtype.itemsize // sharers, 128)
+        sharers = self.sharers if self.whole else 1
+        return math.gcd(self.chunk * self.dtype.itemsize // sharers, self.swizzle_bytes)
 
     @property
     def piece(self) -> int:
@@ -106,7 +113,7 @@ class Tiles:
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzled))
         if self._one_view:
             return (matrix,)
-        return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(128),))
+        return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
 
     def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles like these, and for `other` of the same size later (see `over_another`)."""

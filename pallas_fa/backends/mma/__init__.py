@@ -17,9 +17,11 @@ def backend(gpu: Gpu, name: str) -> Backend:
     """Returns the record of the kernels for `gpu`. They run only when named, since none has run on a GPU yet."""
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
+        from pallas_fa.backends.mma.decode.choose import applies
+        from pallas_fa.backends.mma.decode.decode import decode
         from pallas_fa.backends.mma.forward.forward import forward
 
-        return forward(problem, operands, gpu)
+        return (decode if applies(problem) else forward)(problem, operands, gpu)
 
     def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         from pallas_fa.backends.mma.backward.backward import backward

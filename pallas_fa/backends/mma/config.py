@@ -66,14 +66,54 @@ class BackwardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of the kernel for few queries.
+
+    Args:
+      rows: queries of a CTA, those of all heads of a key head together: 16, 32 or 64. The four warps hold them 4, 2 times
+        or once, and split the keys of a key block so many times.
+      block_kv: keys of a key block.
+      stages: key blocks in shared memory.
+      kv_splits: parts of the keys of a sequence, each with a CTA of its own.
+    """
+
+    rows: int = 16
+    block_kv: int = 64
+    stages: int = 3
+    kv_splits: int = 1
+
+    def __post_init__(self):
+        if self.rows not in (16, 32, 64):
+            raise ValueError(f"rows={self.rows} must be 16, 32 or 64: four warps hold 16 rows each.")
+        if self.block_kv not in (16, 32, 64, 128) or self.block_kv * self.rows < 1024:
+            raise ValueError(
+                f"block_kv={self.block_kv} with rows={self.rows} must be 16, 32, 64 or 128, and at least 1024 / rows: each"
+                " warp has 16 keys or more."
+            )
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2: keys are loaded while others are used.")
+        if self.kv_splits < 1:
+            raise ValueError(f"kv_splits={self.kv_splits} must be at least 1.")
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a query block."""
+        return self.rows
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles for one call, `config=` of `dot_product_attention`. None: those of the tables."""
+    """Tiles for one call, `config=` of `dot_product_attention`. None: those of the tables.
+
+    `forward` also says that the ordinary forward kernel takes the call where there are few queries.
+    """
 
     forward: ForwardConfig | None = None
     backward: BackwardConfig | None = None
+    decode: DecodeConfig | None = None
 
     def __post_init__(self):
-        for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig)):
+        for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig), ("decode", DecodeConfig)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name}={value!r} must be a {kind.__name__} of pallas_fa.backends.mma, or None.")

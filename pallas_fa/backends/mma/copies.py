@@ -93,15 +93,16 @@ class Copies:
         limit = () if columns is None else (columns,)
         _inline(copy, (plgpu.RefType(), plgpu.RefType()), gmem, smem, *limit)
 
-    def wait(self) -> None:
-        """Waits for all copies that this thread has started."""
+    def commit(self) -> None:
+        """Makes a group of all copies that this thread has started since the last group."""
         if self.arrived is None:
+            _instruction(nvvm.cp_async_commit_group)
 
-            def wait(_):
-                nvvm.cp_async_commit_group()
-                nvvm.cp_async_wait_group(0)
-
-            _inline(wait, ())
+    def wait(self, under_way: int = 0) -> None:
+        """Commits, then waits for all groups of this thread but the last `under_way`."""
+        self.commit()
+        if self.arrived is None:
+            _instruction(nvvm.cp_async_wait_group, under_way)
 
     def store(self, smem: Any, gmem: Any, width: int, rows: Any = None) -> None:
         """Stores a tile from shared memory; `width` and `rows` as of `tile`. Columns past those of `gmem` are dropped."""
@@ -136,6 +137,13 @@ class Copies:
             if limit is not None:
                 there = lax.broadcasted_iota(jnp.int32, smem.shape, axis) < limit
                 smem[...] = jnp.where(there, smem[...], jnp.zeros((), smem.dtype))
+
+
+def _instruction(op: Callable[..., Any], *args: Any) -> None:
+    def body(_):
+        op(*args)
+
+    _inline(body, ())
 
 
 def _inline(fn: Callable[..., None], refs: tuple[Any, ...], *args: Any) -> None:

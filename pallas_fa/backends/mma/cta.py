@@ -42,7 +42,10 @@ class Cta:
             plgpu.commit_smem()  # orders ordinary reads before TMA's next writes
         self._meeting.wait()
 
-    def wait_for_copies(self) -> None:
-        """Waits until the copies that any warpgroup has started are in shared memory, and all are done with what was."""
-        self.copies.wait()
+    def wait_for_copies(self, under_way: int = 0) -> None:
+        """Waits until the copies that any warpgroup has started are in shared memory, and all are done with what was.
+
+        `under_way`: how many of the last groups of copies are not waited for.
+        """
+        self.copies.wait(under_way)
         self.meet()

@@ -39,7 +39,11 @@ class Tiles:
     def load(self, copies: Copies, gmem: Any, b: Any, first: Any, head: Any, smem: Any, length: Any = None) -> None:
         """Starts copying the rows of one head from row `first` on; those at and past `length` (None: the end) are zeros."""
         limit = self._left(first) if length is None else length - first
-        copies.tile(self._part(gmem, b, first, smem.shape[0], head), smem, _WIDTH, limit)
+        self.load_from(copies, self._part(gmem, b, first, smem.shape[0], head), smem, limit)
+
+    def load_from(self, copies: Copies, gmem: Any, smem: Any, count: Any) -> None:
+        """Starts copying rows from `gmem`, [rows, dim]; those from the one number `count` (None: no such) on are zeros."""
+        copies.tile(gmem, smem, _WIDTH, count)
 
     def store(self, copies: Copies, smem: Any, gmem: Any, b: Any, first: Any, head: Any) -> None:
         """Stores a tile to rows of one head; rows outside are dropped."""

@@ -84,16 +84,14 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
       d_lse: cotangent of lse.
     """
     operands, _, lse = residuals
+    if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
+        d_sinks = Cotangents.of(problem, residuals, d_out, d_lse).d_sinks
+        return *map(jnp.zeros_like, (operands.q, operands.k, operands.v, *float_arrays(operands.score))), *d_sinks
+    if (queries := plan.whole_rows(problem)) is not None:
+        return rows.backward(problem, residuals, d_out, d_lse, queries)
     score, mask = operands.score, operands.mask
     arrays, acc_dtype = float_arrays(score), problem.acc_dtype
-    cotangents = Cotangents.of(problem, residuals, d_out, d_lse)
-    d_out, delta, d_sinks = cotangents
-    if 0 in (problem.dims.B, problem.dims.T, problem.dims.N, problem.dims.S):
-        return *map(jnp.zeros_like, (operands.q, operands.k, operands.v, *arrays)), *d_sinks
-    if (queries := plan.whole_rows(problem)) is not None:
-        *d_qkv, d_arrays = rows.backward(problem, residuals, cotangents, queries)
-        gradients = *d_qkv, *d_arrays, *d_sinks
-        return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))
+    d_out, delta, d_sinks = Cotangents.of(problem, residuals, d_out, d_lse)
     q, k, v = prepare(problem, operands)
     queries, keys = chunks.split_axes(problem)
     over_visited = chunks.loop_over_visited(mask, "q_range", keys, queries)

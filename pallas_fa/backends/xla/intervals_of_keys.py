@@ -58,20 +58,50 @@ class Group:
             return one(0, carry)
         return lax.fori_loop(np.int32(0), np.int32(self.count), one, carry)
 
+    def loop_ahead(
+        self, statistics: Callable[[Any], Any], ahead: Callable[..., Any], step: Callable[..., Any], carry: Any
+    ) -> Any:
+        """Does what `loop` does with step(i, keys, j, x, carry), where x = ahead(i, keys, j, statistics(i)).
 
-def groups(mask: Mask | None, queries: Chunks, S: int) -> list[Group]:
-    """Returns groups of all chunks of queries that may attend to anything, in order.
+        The loop computes x one chunk early, and statistics(i) one before that, so that both are parameters of its body,
+        which XLA fuses into a matmul that uses them. Where widths differ from chunk to chunk, x is computed in the step.
+        """
+        if self.choice is not None or self.count == 1:
+
+            def both(i, keys, j, carry):
+                statistics_i, carry = carry
+                return statistics(i + 1), step(i, keys, j, ahead(i, keys, j, statistics_i), carry)
+
+            return self.loop(both, (statistics(self.first), carry))[1]
+        (keys,), (starts,) = self.keys, map(jnp.asarray, self.starts)
+        start = lambda n: lax.dynamic_index_in_dim(starts, n, keepdims=False, allow_negative_indices=False)
+
+        def one(n, carry):
+            x, following, carry = carry
+            n, carry = after(n, step(self.first + n, keys, start(n), x, carry))
+            # What lies past the last chunk is clamped, and not used.
+            return ahead(self.first + n + 1, keys, start(n + 1), following), statistics(self.first + n + 2), carry
+
+        # So that x waits until the memory of the last one is free.
+        after = lambda i, carry: lax.optimization_barrier((i, carry))
+        first, carry = after(jnp.int32(self.first), carry)
+        x = ahead(first, keys, start(0), statistics(first))
+        return lax.fori_loop(np.int32(0), np.int32(self.count), one, (x, statistics(first + 1), carry))[2]
+
+
+def groups(mask: Mask | None, rows: Chunks, S: int) -> list[Group]:
+    """Returns groups of all chunks of rows that may attend to anything, in order.
 
     Args:
       mask: the bound mask, or None.
-      queries: the query axis in chunks.
+      rows: the query heads or the queries, in chunks.
       S: the number of keys.
     """
-    count = queries.count
+    count = rows.count
     everything = [Group(0, count, (Chunks(3, S, S),), None, np.zeros((1, count), np.int32))]
-    if mask is None or S <= 2 * _ALIGNMENT:
+    if mask is None or rows.axis == 1 or S <= 2 * _ALIGNMENT:
         return everything
-    lo, hi = chunks.hull(mask, "kv_range", queries, S)
+    lo, hi = chunks.hull(mask, "kv_range", rows, S)
     if isinstance(lo, np.ndarray):
         return _known(lo, hi, S)
     if count == 1 or S < _WORTH_A_CHOICE:

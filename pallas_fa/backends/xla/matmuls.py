@@ -58,7 +58,7 @@ def pv(problem: Problem, p: Any, b: Any) -> Any:
 
 def _grouped_matmul(problem, a, b, contracted):
     B, N, T, _ = a.shape
-    a = a.astype(b.dtype).reshape(B, problem.K, -1, a.shape[-1])
+    a = a.astype(b.dtype).reshape(B, b.shape[1], -1, a.shape[-1])
     dimensions = (((3,), (contracted,)), ((0, 1), (0, 1)))
     result = lax.dot_general(a, b, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
     return result.reshape(B, N, T, -1)
@@ -72,10 +72,10 @@ def xp(problem: Problem, x: Any, p: Any) -> Any:
     return lax.dot_general(x, p, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
 
 
-def ptx(problem: Problem, p: Any, x: Any) -> Any:
+def ptx(problem: Problem, p: Any, x: Any, K: int) -> Any:
     """Multiplies [B, N, T, S] x [B, N, T, H] -> [B, K, S, H], summing over T and the query heads of a group."""
     B, N, T, _ = x.shape
-    p, x = (a.astype(x.dtype).reshape(B, problem.K, N // problem.K * T, -1) for a in (p, x))
+    p, x = (a.astype(x.dtype).reshape(B, K, N // K * T, -1) for a in (p, x))
     dimensions = (((2,), (2,)), ((0, 1), (0, 1)))
     return lax.dot_general(p, x, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
 

@@ -1,9 +1,11 @@
-"""Computes attention in whole rows of logits, a chunk of queries at a time: what a GPU does fast.
+"""Computes attention in whole rows of logits, a chunk of heads or of queries at a time: what a GPU does fast.
 
 On a GPU the logits travel through memory, so each pass over them counts. A complete row needs no online softmax: the
 forward writes the logits once, reads them once for the probabilities, and reads these once for the output; the log-sum-exp
-takes one more pass, where a gradient or the caller needs it. Each chunk of queries takes the interval of keys that its mask
-allows. Decision record: xla/whole-rows-on-gpus.
+takes one more pass, where a gradient or the caller needs it. The backward writes probabilities P and dS in the dtype of the
+inputs, and no logits: XLA computes exp(QK^T - lse) and P (dO V^T - delta) at the end of the two matmuls, provided that lse,
+delta and P are parameters of the loop's body (`Group.loop_ahead`). Each chunk of queries takes the interval of keys that its
+mask allows. Decision record: xla/whole-rows-on-gpus.
 """
 
 from collections.abc import Callable
@@ -12,111 +14,148 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.xla import chunks, intervals_of_keys
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.cotangents import Cotangents
-from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, prepare, ptx, pv, qk
+from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, ptx, pv, qk
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import sinks, tile
 
-Step = Callable[[Any, Chunks, Any, Any], Any]  # (query chunk, keys, their interval, carry) -> carry
+Step = Callable[[Any, Chunks, Any, Any], Any]  # (chunk of rows, keys, their interval, carry) -> carry
 
 
-def forward(problem: Problem, operands: Operands, queries: Chunks) -> tuple[Any, Any]:
+def forward(problem: Problem, operands: Operands, rows: Chunks) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv] in the inputs' dtype, lse [B, T, N]).
 
     Args:
       problem: the problem, of no size 0.
       operands: its operands.
-      queries: the query axis in chunks.
+      rows: the query heads or the queries, in chunks.
     """
     score, mask = operands.score, operands.mask
     q, k, v = map(heads_first, prepare(problem, operands))
+    cut_keys, _ = _of_keys(problem, rows)
 
     def step(i, keys, j, carry):
-        k_j, v_j = (keys.cut(x, j, 2) for x in (k, v))
-        x = problem.scale * qk(problem, queries.cut(q, i, 2), k_j)
-        score_ij = chunks.cut_tile(score, queries, i, keys, j)
-        x = chunks.masked_scores(x, score_ij, mask, queries, i, keys, j)
-        p, lse_i = _softmax(problem, operands, x)
-        out_i = pv(problem, chunks.dropping(operands.dropout, queries, i, keys, j)(p), v_j)
+        k_j, v_j = (cut_keys(x, i, keys, j) for x in (k, v))
+        x = problem.scale * qk(problem, rows.cut(q, i), k_j)
+        score_ij = chunks.cut_tile(score, rows, i, keys, j)
+        x = chunks.masked_scores(x, score_ij, mask, rows, i, keys, j)
+        p, lse_i = _softmax(operands, x, k_j.shape[1])
+        out_i = pv(problem, chunks.dropping(operands.dropout, rows, i, keys, j)(p), v_j)
         if operands.sinks is not None:
-            lse_i, share = sinks.add(operands.sinks, lse_i)
+            lse_i, share = sinks.add(rows.cut(operands.sinks, i), lse_i)
             out_i = out_i * share[..., None]
         # Rows in the overlap of two chunks are written twice, with the same values.
         return tuple(
-            queries.replace(old, new, i, 2)
+            rows.replace(old, new, i, rows.axis)
             for old, new in zip(carry, (out_i.astype(problem.dtype), lse_i), strict=True)
         )
 
-    rows = q.shape[:3]
-    lse = jnp.full(rows, -jnp.inf, problem.acc_dtype)
+    lse = jnp.full(q.shape[:3], -jnp.inf, problem.acc_dtype)
     if operands.sinks is not None:
         lse = sinks.add(operands.sinks, lse)[0]
-    out, lse = _over_chunks(problem, mask, queries, step, (jnp.zeros((*rows, problem.Hv), problem.dtype), lse))
+    carry = jnp.zeros((*lse.shape, problem.Hv), problem.dtype), lse
+    for group in intervals_of_keys.groups(mask, rows, problem.dims.S):
+        carry = group.loop(step, carry)
+    out, lse = carry
     return heads_first(out), heads_first(lse)
 
 
-def backward(
-    problem: Problem, residuals: Residuals, cotangents: Cotangents, queries: Chunks
-) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """Returns the gradients of q, k, v and of the score's arrays: the latter three in the dtype of accumulation.
+@in_float16_range
+def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, rows: Chunks) -> tuple[Any, ...]:
+    """Returns the gradients of `operands.differentiable`, each in the dtype of its array.
 
     Args:
       problem: the problem, of no size 0.
-      residuals: its operands, out and lse.
-      cotangents: of out and lse.
-      queries: the query axis in chunks.
+      residuals: its operands, out [B, T, N, Hv] and lse [B, T, N].
+      d_out: cotangent of out.
+      d_lse: cotangent of lse.
+      rows: the query heads or the queries, in chunks.
     """
     operands = residuals.operands
-    score, mask, dtype = operands.score, operands.mask, ds_dtype(problem)
+    d_out, delta, d_sinks = Cotangents.of(problem, residuals, d_out, d_lse)
+    score, mask, dtype = operands.score, operands.mask, matmul_dtype(problem)
     q, k, v = map(heads_first, prepare(problem, operands))
-    d_out, delta, lse = map(heads_first, (cotangents.d_out, cotangents.delta, residuals.lse))
+    d_out, delta, lse = map(heads_first, (d_out, delta, residuals.lse))
+    neg_lse = jnp.where(lse == -jnp.inf, lse, -lse)  # exp(x + neg_lse) is 0 in empty rows
+    cut_keys, add_keys = _of_keys(problem, rows)
 
     # In the form of the forward, so that XLA keeps logits and probabilities of a program that has both, and all at once.
-    own = queries.is_whole and operands.sinks is None and not problem.part_of_keys
+    own = rows.is_whole and operands.sinks is None and not problem.part_of_keys
 
-    def step(i, keys, j, carry):
-        dq, dk, dv, d_arrays = carry
-        k_j, v_j = (keys.cut(x, j, 2) for x in (k, v))
-        q_i, d_out_i, delta_i, lse_i = (queries.cut(x, i, 2) for x in (q, d_out, delta, lse))
-        lse_i = queries.mask_overlap(lse_i[..., None], i)[..., 0]  # so that no row adds to a sum twice
+    def scores_of(i, keys, j):
+        """Returns the function from logits and the score's arrays to masked logits of a tile, and its arguments."""
+        score_ij = chunks.cut_tile(score, rows, i, keys, j)
 
         def scores(x, arrays):
-            return chunks.masked_scores(x, with_float_arrays(score_ij, arrays), mask, queries, i, keys, j)
+            return chunks.masked_scores(x, with_float_arrays(score_ij, arrays), mask, rows, i, keys, j)
 
-        score_ij = chunks.cut_tile(score, queries, i, keys, j)
-        x, pullback = jax.vjp(scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij))
-        p = _softmax(problem, operands, x)[0] if own else tile.probabilities(x, lse_i)
-        drop = chunks.dropping(operands.dropout, queries, i, keys, j)
-        dx, d_arrays_ij = pullback(p * (drop(qk(problem, d_out_i, v_j)) - delta_i[..., None]))
-        dx = (dx * problem.scale).astype(dtype)
-        dq = queries.add(dq, pv(problem, dx, k_j.astype(dtype)).astype(dq.dtype), i, 2)
-        dk = keys.add(dk, ptx(problem, dx, q_i.astype(dtype)), j, 2)
-        dv = keys.add(dv, ptx(problem, drop(p), d_out_i), j, 2)
-        add = lambda d, d_ij: chunks.add_tile(d, d_ij, queries, i, keys, j)
-        return dq, dk, dv, tuple(map(add, d_arrays, d_arrays_ij))
+        x = problem.scale * qk(problem, rows.cut(q, i), cut_keys(k, i, keys, j))
+        return scores, x, float_arrays(score_ij)
 
-    zeros = lambda x, dtype: jnp.zeros(x.shape, dtype)
-    d_arrays = tuple(zeros(a, jnp.promote_types(a.dtype, jnp.float32)) for a in float_arrays(score))
-    # Each row of dq gets one sum, so it needs no wider dtype.
-    start = zeros(q, problem.dtype), zeros(k, problem.acc_dtype), zeros(v, problem.acc_dtype), d_arrays
-    dq, dk, dv, d_arrays = _over_chunks(problem, mask, queries, step, start)
-    return *map(heads_first, (dq, dk, dv)), d_arrays
+    def statistics(i):
+        """Returns neg_lse and delta of chunk i, [B, n, t, 1]."""
+        neg_lse_i, delta_i = (rows.cut(x, i)[..., None] for x in (neg_lse, delta))
+        return rows.mask_overlap(neg_lse_i, i), delta_i  # masked, so that no row adds to a sum twice
+
+    def ahead(i, keys, j, statistics_i):
+        """Returns the probabilities of chunk i, and delta."""
+        neg_lse_i, delta_i = statistics_i
+        scores, *of_logits = scores_of(i, keys, j)
+        x = scores(*of_logits)
+        p = _softmax(operands, x, problem.K)[0] if own else jnp.exp(x + neg_lse_i)
+        return p.astype(dtype), delta_i
+
+    def step(i, keys, j, of_i, carry):
+        (p, delta_i), (dq, dk, dv, d_arrays) = of_i, carry
+        k_j, v_j = (cut_keys(x, i, keys, j) for x in (k, v))
+        q_i, d_out_i = rows.cut(q, i), rows.cut(d_out, i)
+        drop = chunks.dropping(operands.dropout, rows, i, keys, j)
+        ds = p * (drop(qk(problem, d_out_i, v_j)) - delta_i).astype(dtype)
+        if score is not None:
+            _, pullback = jax.vjp(*scores_of(i, keys, j))
+            ds, d_arrays_ij = pullback(ds.astype(problem.acc_dtype))
+            ds = ds.astype(dtype)
+            add = lambda d, d_ij: chunks.add_tile(d, d_ij, rows, i, keys, j)
+            d_arrays = tuple(map(add, d_arrays, d_arrays_ij))
+        dq = rows.add(dq, (pv(problem, ds, k_j) * problem.scale).astype(dq.dtype), i)
+        dk = add_keys(dk, ptx(problem, ds, q_i, k_j.shape[1]), i, keys, j)
+        dv = add_keys(dv, ptx(problem, drop(p), d_out_i, k_j.shape[1]), i, keys, j)
+        return dq, dk, dv, d_arrays
+
+    # Each row gets one sum, so it needs no wider dtype.
+    one_sum = lambda x: len(x.shape) == 4 and x.shape[rows.axis] > 1
+    sum_dtype = lambda x: x.dtype if one_sum(x) else jnp.promote_types(x.dtype, jnp.float32)
+    d_arrays = tuple(jnp.zeros(x.shape, sum_dtype(x)) for x in float_arrays(score))
+    dk, dv = (jnp.zeros(x.shape, problem.acc_dtype) for x in (k, v))
+    carry = jnp.zeros(q.shape, problem.dtype), dk, dv, d_arrays
+    for group in intervals_of_keys.groups(mask, rows, problem.dims.S):
+        carry = group.loop_ahead(statistics, ahead, step, carry)
+    dq, dk, dv, d_arrays = carry
+    gradients = *map(heads_first, (dq, dk * problem.scale, dv)), *d_arrays, *d_sinks
+    return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))
 
 
-def _softmax(problem, operands, x):
-    """Returns (probabilities, log-sum-exp) of masked logits x [B, N, t, S]."""
+def _of_keys(problem, rows):
+    """Returns the functions that cut an array [B, K, S, H] to what chunk i of the rows attends to, and that add to it."""
+    heads = Chunks(1, problem.K, problem.K // rows.count if rows.axis == 1 else problem.K)
+
+    def cut(x, i, keys, j):
+        return keys.cut(heads.cut(x, i), j, 2)
+
+    def add(x, update, i, keys, j):
+        return heads.replace(x, keys.add(heads.cut(x, i), update, j, 2), i, 1)
+
+    return cut, add
+
+
+def _softmax(operands, x, K):
+    """Returns (probabilities, log-sum-exp) of masked logits x [B, n, t, S], of K key heads."""
     if operands.score is not None or operands.mask is not None:
         return tile.whole_rows(x)
     # In the shape of the matmul, to which XLA moves reductions: it fuses a softmax only where no reshape splits it.
-    p, lse = tile.whole_rows(x.reshape(x.shape[0], problem.K, -1, x.shape[3]))
+    p, lse = tile.whole_rows(x.reshape(x.shape[0], K, -1, x.shape[3]))
     return p.reshape(x.shape), lse.reshape(x.shape[:3])
-
-
-def _over_chunks(problem, mask, queries: Chunks, step: Step, carry: Any) -> Any:
-    """Runs `step` for each chunk of queries, with the interval of keys that it needs."""
-    for group in intervals_of_keys.groups(mask, queries, problem.dims.S):
-        carry = group.loop(step, carry)
-    return carry

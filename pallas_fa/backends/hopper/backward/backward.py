@@ -79,10 +79,8 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
     `operands`: q, k and v as the kernel reads them. `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
-    first_store = dq is not None and plan.config.first_store
-    starts = []
-    if dq:
-        starts = [jnp.full(dq.claims_shape, zero, jnp.int32) if first_store else jnp.full(dq.shape, zero)]
+    is_result = dq is not None and (dq.first_store or not dq.start)  # else it is added to
+    starts = [jnp.full(shape, zero, dtype) for shape, dtype in ([dq.start] if dq and dq.start else [])]
     added = [jax.new_ref(x) for x in (*starts, *(jnp.full(plan.added_shape(i), zero) for i in scores.added))]
     B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
     shapes = dict(dq=(B, T, N, problem.H), dk=(B, S, problem.K, problem.H), dv=(B, S, problem.K, problem.Hv))
@@ -98,19 +96,20 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
         *plan.in_memory(operands),
         *added,
         out_type=(
-            *((jax.ShapeDtypeStruct(dq.shape, jnp.float32),) if dq and first_store else ()),
+            *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and is_result else ()),
             *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
-        ctas=plan.order.grid.ctas,
+        ctas=plan.order.ctas,
         warpgroups=plan.config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )
     results, added = list(results), [jax.freeze(ref) for ref in added]
     found = {}
     if dq:
-        sums, claims = (results.pop(0), added.pop(0)) if first_store else (added.pop(0), None)
-        found["dq"] = _dq(plan, dq, sums, claims)
+        sums = (results if is_result else added).pop(0)
+        claims = added.pop(0) if dq.first_store else None
+        found["dq"] = sums if dq.is_final else _dq(plan, dq, sums, claims)
     return found | plan.gradients(operands, results, added)
 
 

@@ -26,13 +26,15 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         head_dim=round_up(problem.H),
         value_dim=round_up(problem.Hv),
         length=problem.dims.S,
+        queries=problem.dims.T,
+        heads=problem.dims.B * problem.K,
         group=problem.group,
         masked=problem.mask is not None,
         visit_table=bool(jax.tree.leaves(problem.mask)),
         split=products.parts_of(problem) > 1,
     )
     named = problem.config and problem.config.backward
-    configs = (named,) if named else backward_configs(facts)
+    configs = (named,) if named else backward_configs(facts, gpu)
     plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
     if len(kind.gives) > 1:
         plans = [p for p in plans if not p.chunked]

@@ -1,5 +1,7 @@
 """A compute warpgroup of the backward kernel: its 64 stationary positions against every visited streamed tile."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,14 +17,16 @@ from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces
 
 
-def compute(w: Warpgroup) -> None:
-    """Runs the mainloop and stores the gradients of the stationary operands."""
+def compute(w: Warpgroup) -> Any:
+    """Runs the mainloop and stores the gradients of the stationary operands; returns the steps after the block."""
     plan, kind = w.plan, w.plan.kind
-    plgpu.barrier_wait(w.scratch["stationary_qk_ready"])
+    plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_qk_ready"]))
     if plan.padding.stationary:
         zero_stationary(w)
     if kind.accumulates_qk:
-        plgpu.barrier_wait(w.scratch["stationary_pv_ready"])
+        plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_pv_ready"]))
+    if plan.several_blocks:
+        _release_block_before(w)
     given = dict(qk=plan.tiles.stationary_qk) if kind.accumulates_qk else {}
     given |= dict(pv=plan.tiles.stationary_pv) if kind.accumulates_pv else {}
 
@@ -32,19 +36,30 @@ def compute(w: Warpgroup) -> None:
         qk_count = counts.get("qk", 0)
         accs = Accumulators(refs[:qk_count], refs[qk_count:])
         if plan.order.by_tile:
-            _all_heads(w, accs)
+            done = _all_heads(w, accs)
         else:
-            work.for_heads(plan, w.block, lambda n, done: _head(w, n, done, accs))
-        return tuple(acc[...] for acc in refs)
+            done = work.for_heads(plan, w.block, lambda n, done: _head(w, n, done, accs))
+        return done, *(acc[...] for acc in refs)
 
     stand_ins, shapes = [], []
     for name, tiles in given.items():
         shapes += [(64, tiles.chunk)] * counts[name]
         if plan.interpret:
             stand_ins += [w.scratch[f"d_{name}_stand_in"].at[w.wg, i] for i in range(counts[name])]
-    results = list(w.wgmma.across_loops(mainloop, stand_ins, *shapes))
+    done, *results = w.wgmma.across_loops(mainloop, stand_ins, *shapes)
     d_qk = [results.pop(0) for _ in range(counts.get("qk", 0))]
     _store(w, d_qk, results)
+    return done
+
+
+def _release_block_before(w):
+    """Lets the load warp use the slot of the block before, once its gradients, which lie there, are stored."""
+    block = w.block
+
+    @pl.when((block.before > 0) & (block.after > 0))
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        w.barriers["stationary_free"].arrive(lax.rem(block.before - 1, jnp.int32(work.BLOCK_SLOTS)))
 
 
 def _store(w, d_qk, d_pv):
@@ -63,26 +78,27 @@ def _store(w, d_qk, d_pv):
     plgpu.commit_smem()
     for tiles, smem, gradient in stores:
         first = w.column_part * tiles.chunks
-        copied = tiles.copied(smem).at[pl.ds(first, tiles.chunks) if plan.column_parts > 1 else slice(None), w.rows]
+        copied = block.slot_of(tiles.copied(smem))
+        copied = copied.at[pl.ds(first, tiles.chunks) if plan.column_parts > 1 else slice(None), w.rows]
         tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head, w.column_part)
 
 
 def _stage(w, operand, name, chunks):
     """Puts the gradient of a stationary operand into the shared memory `name`; returns (tiles, that memory)."""
     tiles, smem = w.plan.gradient_tiles(operand), w.scratch[f"d_{name}_smem" if w.plan.splits else f"{name}_smem"]
-    matrix, first = tiles.matrix(smem), w.column_part * tiles.chunks
+    matrix, first = w.block.slot_of(tiles.matrix(smem)), w.column_part * tiles.chunks
     for i, x in enumerate(pieces(chunks, tiles.chunk)):
         matrix[first + i, w.rows] = x.astype(tiles.dtype)
     return tiles, smem
 
 
 def _all_heads(w, accs):
-    """All steps, tile after tile."""
+    """All steps, tile after tile. Returns the steps after."""
     plan, block = w.plan, w.block
     visits = plan.visits.of_part(w.gmem.visit_table, block.b, None, block.number, 0)
     at_start, at_end = (visits.first, visits.full_first), (visits.full_last, visits.last)
     either = lambda down, up: (jnp.where(block.down, d, u) for d, u in zip(down, up, strict=True))
-    done = jnp.int32(0)
+    done = block.done
     for (start, end), is_boundary in (
         (either(at_end, at_start), True),
         ((visits.full_first, visits.full_last), False),
@@ -94,6 +110,7 @@ def _all_heads(w, accs):
             step(w, at, before, (), accs)
 
         done = work.for_tiles(plan, block, start, end, done, of_tile)
+    return done
 
 
 def _head(w, n, done, accs):

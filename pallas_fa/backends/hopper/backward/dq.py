@@ -1,8 +1,12 @@
-"""How the fused pass adds up dQ."""
+"""How the fused pass adds up dQ, or stores it where a CTA holds all keys of a head."""
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 
 from pallas_fa.backends.hopper.config import BackwardConfig
+from pallas_fa.backends.hopper.tiles import Tiles
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered
 
@@ -20,6 +24,8 @@ class DqSums:
       tiles: tiles of queries.
       store_warps: warps that add, in turns.
       interpret: JAX's interpreter can't add to device memory: there each CTA has sums of its own.
+      tile: how a tile of queries lies in memory, and with it one of dQ that is stored.
+      covers: whether the key blocks visit every tile of queries, as is known while tracing.
     """
 
     config: BackwardConfig
@@ -30,6 +36,32 @@ class DqSums:
     tiles: int
     store_warps: int
     interpret: bool
+    tile: Tiles
+    covers: bool
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a tile of one CTA is dQ itself and needs no sum, since the CTA holds all keys of its head."""
+        return self.key_blocks == 1 and self.by_rows
+
+    @property
+    def first_store(self) -> bool:
+        """Whether the first CTA to have something for a tile of the sums stores it, as `first_store` says."""
+        return self.config.first_store and not self.is_final
+
+    @property
+    def start(self) -> tuple[tuple[int, ...], Any] | None:
+        """Shape and dtype of what is zero before the kernel; None for nothing."""
+        if self.first_store:
+            return self.claims_shape, jnp.int32
+        if self.is_final:
+            return None if self.covers else (self.shape, self.dtype)
+        return self.shape, self.dtype
+
+    @property
+    def dtype(self) -> Any:
+        """Of the sums, or of dQ."""
+        return self.tile.dtype if self.is_final else jnp.float32
 
     @property
     def by_rows(self) -> bool:
@@ -43,7 +75,9 @@ class DqSums:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the sums; rows are padded as TMA demands."""
+        """Of the sums, whose rows are padded as TMA demands, or of dQ."""
+        if self.is_final:
+            return ordered(self.layout, (self.dims.B, self.dims.T, self.dims.N, self.tile.dim))
         shape = self.dims.B, -(-self.dims.T // 8) * 8, self.dims.N, self.padded_dim
         return self._of_each_cta(*ordered(self.layout, shape))
 

@@ -36,9 +36,11 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     arrays = tuple(take(len(plan.arrays)))
     visit_table = None if plan.visits.known else queue.pop(0)
     dropout = None if plan.problem.dropout is None else queue.pop(0)
-    dq = queue.pop(0) if plan.dq else None
+    dq = queue.pop(0) if plan.dq and plan.dq.start else None
     added = dict(zip(scores.added, take(len(scores.added)), strict=True))
-    claims, sums = (dq, queue.pop(0)) if plan.dq and plan.config.first_store else (None, dq)
+    claims, sums = (None, dq)
+    if plan.dq and (plan.dq.first_store or not plan.dq.start):
+        claims, sums = dq, queue.pop(0)
     gradients = dict(zip(plan.kind.stored, take(len(plan.kind.stored)), strict=True))
     summed = dict(zip(scores.summed, queue, strict=True))
     operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta

@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.hopper.backward import gmem as device_memory
 from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.compute import compute
-from pallas_fa.backends.hopper.backward.load import Load
+from pallas_fa.backends.hopper.backward.load import Load, drain
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
-from pallas_fa.backends.hopper.backward.scratch import by_name
+from pallas_fa.backends.hopper.backward.scratch import barriers, by_name
 from pallas_fa.backends.hopper.backward.store_dq import store_dq
 from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup
 
@@ -26,17 +26,15 @@ from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup
 def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
     """Runs a CTA. `refs`: the operands and results of a pass of `backward`; `scratch`: that of `scratch.scratch`."""
     gmem, c, dq, scratch = device_memory.named(plan, refs), plan.config, plan.dq, by_name(plan, scratch)
-    block = work.block_here(plan)
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
     @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        w = Warpgroup(plan, block, wg, gmem, scratch)
-        compute(w)
+        work.for_blocks(plan, lambda block: compute(Warpgroup(plan, block, wg, gmem, scratch)))
         if dq:
-            w.barriers["dq_free"].wait(wg)  # the last arrival, which no step waited for
+            barriers(plan, scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == c.compute_wgs)
@@ -45,7 +43,11 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: Load(plan, block, gmem, scratch).run())
+            @pl.when(warp == 0)
+            def _():
+                steps = work.for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
+                drain(plan, steps, scratch)
+
             if dq:
                 stores = (warp >= 1) & (warp <= dq.store_warps)
-                pl.when(stores)(lambda: store_dq(plan, block, warp - 1, gmem, scratch))
+                pl.when(stores)(lambda: store_dq(plan, warp - 1, gmem, scratch))

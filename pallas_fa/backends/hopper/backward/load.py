@@ -23,21 +23,20 @@ class Load:
         self.barriers = barriers(plan, scratch)
         self.stationary = pl.ds(block.start, plan.config.block)
 
-    def run(self) -> None:
-        """Loads everything, and waits until all slots of the rings are free."""
+    def run(self) -> Any:
+        """Loads everything; returns the steps after the block."""
         plan = self.plan
+        if plan.several_blocks:
+            reused = self.block.before >= work.BLOCK_SLOTS
+            pl.when(reused)(lambda: self.barriers["stationary_free"].wait(self.block.slot))
         self._stationary("stationary_qk", "neg_lse")
         if plan.chunked and plan.kind.accumulates_qk:
             self._stationary("stationary_pv", "delta")
         step = self._step_of_chunks if plan.chunked else self._step
         steps = work.for_steps(plan, self.block, self.gmem.visit_table, step)
         if plan.kind.accumulates_qk and not plan.chunked:
-            pl.when(steps == 0)(lambda: self._stationary("stationary_pv", "delta"))
-        for name, slots in zip(("qk", "pv"), plan.slots, strict=True):
-            uses = steps * self._tiles(f"streamed_{name}").chunks if plan.chunked and name == plan.in_ring else steps
-            for slot in range(slots):  # every completed phase of a barrier is to be waited for before the CTA ends
-                free = self.barriers[f"streamed_{name}_free"]
-                pl.when(slot < uses)(lambda free=free, slot=slot: free.wait(slot))
+            pl.when(steps == self.block.done)(lambda: self._stationary("stationary_pv", "delta"))
+        return steps
 
     def _step(self, tile, n, done):
         plan, c = self.plan, self.plan.config
@@ -48,7 +47,7 @@ class Load:
         for a in plan.arrays.in_smem:
             self._array(a, n, slots[0], streamed)
         if plan.kind.accumulates_qk:
-            pl.when(done == 0)(lambda: self._stationary("stationary_pv", "delta"))
+            pl.when(done == self.block.done)(lambda: self._stationary("stationary_pv", "delta"))
         pl.when(done >= c.stages[1])(lambda: self.barriers["streamed_pv_free"].wait(slots[1]))
         self._streamed("streamed_pv", "delta" if plan.kind.accumulates_qk else None, n, slots[1], streamed)
 
@@ -85,8 +84,8 @@ class Load:
         return n if self.plan.kind.keys_stationary else lax.div(n, jnp.int32(self.plan.problem.group))
 
     def _stationary(self, name, statistic):
-        tiles, ready, b, head = self._tiles(name), self.scratch[f"{name}_ready"], self.block.b, self.block.head
-        copied = tiles.copied(self.scratch[f"{name}_smem"])
+        tiles, slot_of, b, head = self._tiles(name), self.block.slot_of, self.block.b, self.block.head
+        ready, copied = slot_of(self.scratch[f"{name}_ready"]), slot_of(tiles.copied(self.scratch[f"{name}_smem"]))
         tiles.load(getattr(self.gmem, name), b, self.stationary, head, copied, ready)
         if not self.plan.kind.keys_stationary:
             rows = getattr(self.gmem, statistic).at[b, head, self.stationary]
@@ -114,3 +113,13 @@ class Load:
             return
         for wg in range(self.plan.config.row_groups):
             _copy(source.at[array.place(pl.ds(block.start + wg * 64, 64), streamed)], smem.at[wg], ready)
+
+
+def drain(plan: BackwardPlan, steps: Any, scratch: dict[str, Any]) -> None:
+    """Waits until all slots of the rings are free: each completed phase of a barrier is to be waited for."""
+    free = barriers(plan, scratch)
+    for name, slots in zip(("qk", "pv"), plan.slots, strict=True):
+        chunks_of = getattr(plan.tiles, f"streamed_{name}").chunks
+        uses = steps * chunks_of if plan.chunked and name == plan.in_ring else steps
+        for slot in range(slots):
+            pl.when(slot < uses)(lambda name=name, slot=slot: free[f"streamed_{name}_free"].wait(slot))

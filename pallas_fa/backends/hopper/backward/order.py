@@ -34,10 +34,21 @@ class Order:
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
         batch, group = self.problem.dims.B, 1
-        if self.problem.mask is not None:
+        if self.problem.mask is not None and not self.persistent:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
         return Grid(batch, self.heads, self.visits.blocks, group)
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA may process several blocks: those whose numbers in `grid` are its own plus multiples of `ctas`."""
+        holds_keys = self.kind.keys_stationary and self.kind.accumulates_qk
+        return self.config.persistent_ctas > 0 and holds_keys and not self.config.chunk_slots
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the kernel."""
+        return min(self.config.persistent_ctas, self.grid.ctas) if self.persistent else self.grid.ctas
 
     @property
     def _heads_at_once(self) -> int:
@@ -56,6 +67,7 @@ class Order:
         heads, at_once = problem.dims.B * self.heads, self._heads_at_once
         fills = at_once > 1 and (heads <= at_once or heads % at_once == 0)
         per_head = self.score_gradients.summed or self.arrays.of_kind("scalar")
+        of_group = of_group and not self.persistent
         return self.config.by_tile and of_group and fills and not per_head and self.visits.known is not None
 
     @property
@@ -70,4 +82,5 @@ class Order:
     @property
     def store_warps(self) -> int:
         """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles."""
-        return 1 if self.by_tile or self.stagger or self.visits.listed else self.config.store_warps
+        single = self.by_tile or self.stagger or self.visits.listed or self.persistent
+        return 1 if single else self.config.store_warps

@@ -83,6 +83,11 @@ class BackwardPlan(BackwardCore):
         return -LOG2E if self.statistics_last else -1 / self.problem.scale
 
     @property
+    def several_blocks(self) -> bool:
+        """Whether a CTA may process several stationary blocks, one after the other."""
+        return self.order.persistent
+
+    @property
     def chunked(self) -> bool:
         """Whether one streamed operand passes through a ring of chunks (see `chunks`)."""
         return self.config.chunk_slots > 0
@@ -155,4 +160,7 @@ class BackwardPlan(BackwardCore):
             return None
         padded_dim, warps = self.tiles.stationary_qk.padded_dim, self.order.store_warps
         sizes = self.problem.dims, self.problem.layout, padded_dim, self.visits.blocks, self.visits.tiles
-        return DqSums(self.config, *sizes, warps, self.interpret)
+        tile = dataclasses.replace(self.tiles.streamed_qk, dtype=self.problem.dtype, parts=1)
+        known = self.visits.known
+        covers = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
+        return DqSums(self.config, *sizes, warps, self.interpret, tile, covers)

@@ -18,6 +18,7 @@ from pallas_fa.backends.gpu.named_barriers import (
 )
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.work import BLOCK_SLOTS
 from pallas_fa.backends.hopper.tiles import over_another
 
 _F32 = jnp.dtype(jnp.float32)
@@ -39,7 +40,8 @@ def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
     """Returns the barriers between warpgroups, by name.
 
-    `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more. `dq_ready`,
+    `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more;
+    `stationary_free`: nor a slot of stationary operands, of several blocks. `dq_ready`,
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again.
     """
     return numbered(_parties(plan), scratch)
@@ -53,6 +55,8 @@ def _parties(plan):
         streamed_qk_free=ring(plan.slots[0]),
         streamed_pv_free=ring(plan.slots[1]),
     )
+    if plan.several_blocks:
+        parties["stationary_free"] = ring(BLOCK_SLOTS)
     if plan.dq:
         parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
         parties["dq_free"] = Parties(wgs, arrivals=1, arriving=WARP, waiting=WARPGROUP)
@@ -86,8 +90,9 @@ def _dq(plan):
     if not plan.dq:
         return {}
     c, tiles = plan.config, plan.tiles.stationary_qk
+    staged = _swizzled((c.compute_wgs, 64, plan.dq.columns), _F32, math.gcd(plan.dq.columns * 4, 128))
     return dict(
-        dq_smem=_swizzled((c.compute_wgs, 64, plan.dq.columns), _F32, math.gcd(plan.dq.columns * 4, 128)),
+        dq_smem=plan.dq.tile.scratch(c.compute_wgs, rows=64) if plan.dq.is_final else staged,
         # The factors of dQ have the same swizzle.
         ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype, tiles.swizzled),
     )
@@ -141,14 +146,16 @@ def _chunks(plan, beside):
 
 def _held(plan):
     """Of the stationary operands."""
-    kind, tiles = plan.kind, plan.tiles
+    kind, tiles, slots = plan.kind, plan.tiles, BLOCK_SLOTS if plan.several_blocks else 1
     statistic = int(kind.keys_stationary)
     scratch = dict(
-        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.copies + 1 - statistic),
+        stationary_qk_ready=plgpu.Barrier(num_arrivals=tiles.stationary_qk.copies + 1 - statistic, num_barriers=slots),
         stationary_qk_smem=_stationary(plan, "stationary_qk"),
     )
     if kind.accumulates_qk:
-        scratch["stationary_pv_ready"] = plgpu.Barrier(num_arrivals=tiles.stationary_pv.copies + 1 - statistic)
+        scratch["stationary_pv_ready"] = plgpu.Barrier(
+            num_arrivals=tiles.stationary_pv.copies + 1 - statistic, num_barriers=slots
+        )
     if kind.accumulates_qk or (tiles.stationary_pv != tiles.stationary_qk and not plan.chunked):
         # Where it is not read, dV only passes through it on its way out.
         scratch["stationary_pv_smem"] = _stationary(plan, "stationary_pv")
@@ -157,11 +164,12 @@ def _held(plan):
 
 def _stationary(plan, name):
     tiles, rows = getattr(plan.tiles, name), plan.config.block
+    slots = (BLOCK_SLOTS,) if plan.several_blocks else ()
     if plan.splits and not plan.interpret:
-        return tiles.scratch_with(plan.gradient_tiles(name), rows=rows)
+        return tiles.scratch_with(plan.gradient_tiles(name), *slots, rows=rows)
     if plan.chunked and not plan.kind.accumulates_qk:  # dV passes through it, in chunks alike
         tiles = max(tiles, plan.tiles.stationary_pv, key=lambda tiles: tiles.chunks)
-    return tiles.scratch(rows=rows)
+    return tiles.scratch(*slots, rows=rows)
 
 
 def by_name(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
@@ -180,8 +188,9 @@ def _stand_ins(plan):
         f"d_{name}_stand_in": plgpu.SMEM((plan.config.compute_wgs, x.chunks, 64, x.chunk), _F32)
         for name, x in tiles.items()
     }
+    slots = (BLOCK_SLOTS,) if plan.several_blocks else ()
     gradients = {
-        f"d_{name}_smem": plan.gradient_tiles(name).scratch(rows=plan.config.block)
+        f"d_{name}_smem": plan.gradient_tiles(name).scratch(*slots, rows=plan.config.block)
         for name in ("stationary_qk", "stationary_pv")
         if plan.splits
     }

@@ -16,6 +16,7 @@ from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
 from pallas_fa.backends.hopper.backward.probabilities import probabilities
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
+from pallas_fa.backends.hopper.tiles import pieces as tiles_of_columns
 from pallas_fa.backends.hopper.tma import fence_async_proxy
 
 
@@ -141,8 +142,12 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
         pieces = wgmma.scoped(body, *((64, k[0].shape[1]) for k in group))
         if group is groups[0]:
             w.barriers["dq_free"].wait(wg)
-        for x in pieces:
-            w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
+        for x in tiles_of_columns(pieces, dq.tile.chunk) if dq.is_final else pieces:
+            if dq.is_final:
+                chunk = column // dq.tile.chunk
+                dq.tile.matrix(w.scratch["dq_smem"])[wg, chunk] = (x * plan.qk_scale).astype(dq.tile.dtype)
+            else:
+                w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
             column += x.shape[1]
     fence_async_proxy(plan.interpret)
     w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)

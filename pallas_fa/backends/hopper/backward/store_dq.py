@@ -15,13 +15,14 @@ from pallas_fa.backends.hopper.tma import add_to_gmem
 from pallas_fa.operands.layout import ordered
 
 
-def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
-    """Adds the tiles of dQ that the compute warpgroups stage, or stores them where no CTA did so before.
+def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]) -> None:
+    """Adds the tiles of dQ that the compute warpgroups stage, or stores them where no CTA does so before.
 
     The warps alternate: warp `index` does the steps i with i modulo the number of these warps = `index`.
     """
     wgs, dq, dq_smem = plan.config.compute_wgs, plan.dq, scratch["dq_smem"]
     assert dq is not None
+    copies = dq.tile.copies if dq.is_final else 1
     barrier = barriers(plan, scratch)
     dq_ready, dq_free = barrier["dq_ready"], barrier["dq_free"]
 
@@ -30,15 +31,19 @@ def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scra
         for wg in range(wgs):
             dq_free.arrive(wg)
 
-    def step(tile, n):
+    def step(block, tile, n):
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None
-        if plan.config.first_store:  # asked while the tile is computed
+        if dq.first_store:  # asked while the tile is computed
             counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
             is_first = first_store.claim(counter, plan.interpret)
         for wg in range(wgs):
             dq_ready.wait(index * wgs + wg)
             row = tile * plan.config.width + (wg * 64 if dq.by_rows else 0)
+            if dq.is_final:
+                copied = dq.tile.copied(dq_smem).at[wg]
+                dq.tile.store(copied, gmem.dq_sums, block.b, pl.ds(row, 64), n)
+                continue
             column = 0 if dq.by_rows else wg * dq.columns
             place = ordered(dq.layout, (block.b, pl.ds(row, 64), n, pl.ds(column, dq.columns)))
             sums = gmem.dq_sums.at[(*part, *place)]
@@ -48,13 +53,16 @@ def store_dq(plan: BackwardPlan, block: work.Block, index: Any, gmem: Refs, scra
                 lambda wg=wg, sums=sums: add_to_gmem(dq_smem.at[wg], sums, plan.interpret),
             )
         for wg in range(wgs):
-            plgpu.wait_smem_to_gmem(wgs - 1 - wg, wait_read_only=True)
+            plgpu.wait_smem_to_gmem((wgs - 1 - wg) * copies, wait_read_only=True)
             dq_free.arrive(wg)
-        if plan.config.first_store:
+        if dq.first_store:
             pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
 
-    def step_of_this_warp(tile, n, done):
-        pl.when(lax.rem(done, jnp.int32(dq.store_warps)) == index)(lambda: step(tile, n))
+    def of_block(block):
+        def step_of_this_warp(tile, n, done):
+            pl.when(lax.rem(done, jnp.int32(dq.store_warps)) == index)(lambda: step(block, tile, n))
 
-    work.for_steps(plan, block, gmem.visit_table, step_of_this_warp)
+        return work.for_steps(plan, block, gmem.visit_table, step_of_this_warp)
+
+    work.for_blocks(plan, of_block)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.grid import Grid, persistent_ctas
 from pallas_fa.backends.gpu.tables import Row, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import BackwardConfig
 
@@ -14,6 +16,8 @@ class BackwardFacts(NamedTuple):
     gives: the gradients of the pass.
     head_dim, value_dim: of q and k, and of v, rounded up to multiples of 64.
     length: keys.
+    queries: queries of a head.
+    heads: key heads of all batch entries.
     group: query heads of a key head.
     masked: there is a mask.
     visit_table: it has arrays, so CTAs read from a table which tiles they visit.
@@ -24,6 +28,8 @@ class BackwardFacts(NamedTuple):
     head_dim: int
     value_dim: int
     length: int
+    queries: int
+    heads: int
     group: int
     masked: bool
     visit_table: bool
@@ -31,11 +37,15 @@ class BackwardFacts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Tiles to try, the best first: `tuned` ones, whose `options` have tables of their own, then `others` as they are."""
+    """Tiles to try, the best first: `tuned` ones, whose `options` have tables of their own, then `others` as they are.
+
+    `persistent`: whether the tuned ones are tried with persistent CTAs first, where `PERSISTENT` says so.
+    """
 
     tuned: tuple[BackwardConfig, ...]
     options: Mapping[str, Table]
     others: tuple[BackwardConfig, ...]
+    persistent: bool = False
 
 
 _FUSED, _KEYS, _QUERIES = ("dk", "dv", "dq"), ("dk", "dv"), ("dq",)
@@ -71,6 +81,11 @@ STATISTICS_LAST = Table(
     Row(False),
 )
 
+# Of the fused pass at H=64. Their second slots for keys and values may not fit beside arrays: then a CTA for each block.
+PERSISTENT = Table(
+    "backward/persistent-ctas", Row(True, length=up_to(1024), queries=up_to(1024), group=up_to(7)), Row(False)
+)
+
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
 _WIDE_FUSED_OPTIONS = _WIDE_OPTIONS | dict(
@@ -92,6 +107,7 @@ _NARROW = Choice(
     dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
     _SMALL,
 )
+_SHORT = BackwardConfig(1, 64), BackwardConfig(1, 64, (1, 1), 1)
 _SPLIT_OPTIONS = dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER)
 _SPLIT_FUSED = BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (2, 1), 1), BackwardConfig(1, 64, (1, 1), 1)
 _SPLIT_PAIR = BackwardConfig(2, 64), BackwardConfig(2, 64, (1, 1)), BackwardConfig(1, 64, (1, 1))
@@ -108,6 +124,14 @@ _CHUNKED = tuple(
 
 TILES = Table(
     "backward/tiles",
+    Row(
+        Choice(_SHORT, {}, _SMALL, persistent=True),
+        "backward/persistent-ctas",
+        **_H64,
+        gives=_FUSED,
+        length=up_to(64),
+        queries=up_to(128),
+    ),
     *(
         Row(choice, "library/float32-products", split=True, **where)
         for choice, where in (
@@ -117,7 +141,7 @@ TILES = Table(
             (Choice((), {}, _SPLIT_PAIR[1:]), {}),
         )
     ),
-    Row(Choice(_wide(32), _WIDE_FUSED_OPTIONS, _SMALL), **_H64, gives=_FUSED),
+    Row(Choice(_wide(32), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
     Row(_NARROW, **_H128, gives=_KEYS),
@@ -130,8 +154,17 @@ TILES = Table(
 )
 
 
-def backward_configs(facts: BackwardFacts) -> tuple[BackwardConfig, ...]:
+def backward_configs(facts: BackwardFacts, gpu: Gpu) -> tuple[BackwardConfig, ...]:
     """Returns the tiles to try, the best first; none where the gradients don't fit a warpgroup's registers."""
     choice = TILES.find(facts)
     options = {name: table.find(facts) for name, table in choice.options.items()}
-    return *(dataclasses.replace(config, **options) for config in choice.tuned), *choice.others
+    tuned = [dataclasses.replace(config, **options) for config in choice.tuned]
+    persistent = (
+        [_persistent(config, facts, gpu) for config in tuned] if choice.persistent and PERSISTENT.find(facts) else []
+    )
+    return *persistent, *tuned, *choice.others
+
+
+def _persistent(config, facts, gpu):
+    grid = Grid(1, facts.heads, -(-facts.length // config.block), 1)
+    return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)

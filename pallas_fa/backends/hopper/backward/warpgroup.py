@@ -40,12 +40,11 @@ class Warpgroup:
         self.row_group, self.column_part = (0, wg) if plan.chunked else (wg, 0)
         self.rows = pl.ds(self.row_group * 64, 64)
         matrix = lambda name: getattr(plan.tiles, name).matrix(scratch[f"{name}_smem"])
-        self.stationary_qk, self.streamed_qk, self.streamed_pv = map(
-            matrix, ("stationary_qk", "streamed_qk", "streamed_pv")
-        )
+        self.stationary_qk = block.slot_of(matrix("stationary_qk"))
+        self.streamed_qk, self.streamed_pv = matrix("streamed_qk"), matrix("streamed_pv")
         # Where the pass does not read it, and the tiles are alike, it shares memory with the other.
         self.stationary_pv_name = "stationary_pv" if "stationary_pv_smem" in scratch else "stationary_qk"
-        self.stationary_pv = matrix(self.stationary_pv_name)
+        self.stationary_pv = block.slot_of(matrix(self.stationary_pv_name))
 
     def first_chunk(self, accs: Any) -> Any:
         """Returns the first of the chunks whose gradients are `accs`."""

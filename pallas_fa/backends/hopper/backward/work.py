@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+
+BLOCK_SLOTS = 2  # for the stationary operands of several blocks
 
 
 class Block(NamedTuple):
     """A stationary block: batch entry, stationary head, its number, its first position.
 
-    `down`: whether the CTA visits the tiles from the last one down (see `for_steps`).
+    `down`: whether the CTA visits the tiles from the last one down (see `for_steps`). `done`: steps of the CTA before;
+    `before`, `after`: how many blocks it processes before and after this one. `slot`: that of its stationary operands,
+    None where a CTA has but one block.
     """
 
     b: Any
@@ -21,29 +26,50 @@ class Block(NamedTuple):
     number: Any
     start: Any
     down: Any
+    done: Any
+    before: Any = 0
+    after: Any = 0
+    slot: Any = None
+
+    def slot_of(self, ref: Any) -> Any:
+        """Returns the part of this block of shared memory or barriers for stationary operands."""
+        return ref if self.slot is None else ref.at[self.slot]
 
 
-def block_here(plan: BackwardPlan) -> Block:
-    """Returns the block of this CTA."""
-    at = plan.order.grid.place()
+def for_blocks(plan: BackwardPlan, role: Callable[[Block], Any]) -> Any:
+    """Calls role(block) -> steps of the CTA after it, for each block of this CTA; returns the number of all steps."""
+    order = plan.order
+    if not order.persistent:
+        return role(_block(plan, order.grid.place(), jnp.int32(0)))
+    first, ctas = lax.axis_index(AXIS), order.ctas
+    count = lax.div(order.grid.ctas - 1 - first, jnp.int32(ctas)) + 1
+
+    def one(i, done):
+        slot = lax.rem(i, jnp.int32(BLOCK_SLOTS))
+        return role(_block(plan, order.grid.place(first + i * ctas), done, i, count - 1 - i, slot))
+
+    return lax.fori_loop(0, count, one, jnp.int32(0))
+
+
+def _block(plan, at, done, *among):
     number = at.cta
     if not plan.kind.keys_stationary and plan.problem.mask is not None:
         number = plan.visits.blocks - 1 - number  # under most masks later queries see more keys: longest first
     down = plan.order.by_tile and lax.rem(at.group, jnp.int32(2)) == 0
-    return Block(at.b, at.head, number, number * plan.config.block, down)
+    return Block(at.b, at.head, number, number * plan.config.block, down, done, *among)
 
 
 def for_heads(plan: BackwardPlan, block: Block, body: Callable[[Any, Any], Any]) -> Any:
-    """Calls body(n, steps before) -> steps after, for each query head of the block; returns the number of all steps."""
+    """Calls body(n, steps before) -> steps after, for each query head of the block; returns the steps after it."""
     group = plan.problem.group if plan.kind.keys_stationary else 1
     first = block.head * group
     if group == 1:
-        return body(first, jnp.int32(0))
-    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), jnp.int32(0))
+        return body(first, block.done)
+    return lax.fori_loop(0, group, lambda g, done: body(first + g, done), block.done)
 
 
 def for_steps(plan: BackwardPlan, block: Block, visit_table: Any, step: Callable[[Any, Any, Any], None]) -> Any:
-    """Calls step(tile, n, steps before) for each step of a block; returns the number of all steps.
+    """Calls step(tile, n, steps before) for each step of a block; returns the steps after it.
 
     The steps go head after head, each from its first tile up, or as `tile_of_step` says.
 
@@ -55,7 +81,7 @@ def for_steps(plan: BackwardPlan, block: Block, visit_table: Any, step: Callable
     """
     if plan.order.by_tile:
         first, last = plan.visits.of_block(visit_table, block.b, None, block.number)
-        return for_tiles(plan, block, first, last, jnp.int32(0), step)
+        return for_tiles(plan, block, first, last, block.done, step)
 
     def head(n, done):
         first, last = plan.visits.of_block(visit_table, block.b, n, block.number)

@@ -27,6 +27,7 @@ def _facts(problem):
         head_dim=round_up(problem.H),
         value_dim=round_up(problem.Hv),
         length=problem.dims.T,
+        keys=problem.dims.S,
         heads=problem.dims.B * problem.dims.N,
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),

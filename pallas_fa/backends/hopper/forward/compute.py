@@ -14,6 +14,7 @@ from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
 from pallas_fa.backends.gpu.registers import opaque
+from pallas_fa.backends.gpu.schedule import is_equal
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import Logits
@@ -32,7 +33,8 @@ class Compute:
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, wg: Any, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
-        self.k, self.v = plan.tiles.k.matrix(scratch["k_smem"]), plan.tiles.v.matrix(scratch["v_smem"])
+        self.k = plan.tiles.k.matrix(scratch["k_smem"])
+        self.values = [(part, part.tiles.matrix(scratch[f"{part.name}_smem"])) for part in plan.value_rows]
         self.q_smem = plan.tiles.q.matrix(scratch["q_smem"])
         self.q = self.q_smem.at[wg]
         self.t0 = block.t0 + wg * 64
@@ -124,7 +126,7 @@ class Compute:
         carry = self._first_step(steps.first, not steps.starts_full)
         after_first = steps.first + 1
         boundary_step, full_step = (functools.partial(self._step, is_boundary=flag) for flag in (True, False))
-        if not steps.starts_full:
+        if not steps.starts_full and not is_equal(steps.boundary_end, after_first):
             carry = lax.fori_loop(after_first, steps.boundary_end, boundary_step, carry)
         full_first = jnp.maximum(steps.boundary_end, after_first)
         full_end = steps.end if steps.full_end is None else jnp.clip(steps.full_end, full_first, steps.end)
@@ -134,7 +136,10 @@ class Compute:
         self._finish(*carry)
 
     def _first_step(self, i, is_boundary):
-        """Returns (acc, maximum, partial sums, p). Nothing is accumulated yet."""
+        """Returns (acc, its factor, maximum, partial sums, p). Nothing is accumulated yet.
+
+        The factor is what the accumulators are to be multiplied by; None where a step leaves nothing to be done.
+        """
         plan, scratch, slot, visited = self.plan, self.scratch, self._slot(i), self.logits.visited(i)
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(slot)[0]])
         self._wait_to_issue()
@@ -149,13 +154,30 @@ class Compute:
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
         per_query = TILE.reduce(1)
-        m = plgpu.layout_cast(jnp.full((64,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), per_query)
-        l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
         # The factor is that of all steps.
         x, self.factor = self.logits.apply(x, jnp.asarray(i, jnp.int32), is_boundary, visited)
+        m, l = self._before_first_step()
         l, p, m, *_ = (*online_softmax(plan, x, self.factor, m, l, is_boundary), m)
         acc = (plgpu.layout_cast(jnp.zeros((64, plan.tiles.v.chunk), jnp.float32), TILE),) * plan.tiles.v.chunks
-        return acc, m, l, products.operand(plan.problem, p if kept is None else kept.select(p))
+        factor = None
+        if plan.rescales_under_qk:
+            factor = plgpu.layout_cast(jnp.ones((64,), jnp.float32), per_query)
+        return acc, factor, m, l, products.operand(plan.problem, p if kept is None else kept.select(p))
+
+    def _before_first_step(self):
+        """Returns the maximum and the partial sums of no keys: of the sink alone where the softmax starts at it."""
+        m = jnp.float32(-jnp.inf if self.plan.subtract_max else 0.0)
+        l = plgpu.layout_cast(jnp.zeros((64, SUM_COLUMNS), jnp.float32), TILE)
+        if self.sink is not None and self.plan.starts_at_sink:
+            m = self.sink * (1 / self._unit)
+            is_first = plgpu.broadcasted_iota(jnp.int32, l.shape, 1, layout=TILE) == 0
+            l = jnp.where(is_first, jnp.where(self.sink == -jnp.inf, 0.0, 1.0), l)
+        return plgpu.layout_cast(jnp.full((64,), m, jnp.float32), TILE.reduce(1)), l
+
+    @property
+    def _unit(self):
+        """What the maximum is a multiple of (see `online_softmax`)."""
+        return 1 / LOG2E if self.plan.problem.score is None else self.factor
 
     def _kept(self, i, visited):
         """Returns what dropout keeps of the probabilities of step i, which the epilogue scales; None without dropout."""
@@ -166,54 +188,73 @@ class Compute:
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
-        acc, m, l, p = carry
+        acc, factor, m, l, p = carry
         plan, scratch = self.plan, self.scratch
         k_slot, v_slot, visited = self._slot(i), self._slot(i - 1), self.logits.visited(i)
 
-        def matmuls(accs, x_acc):
+        def matmuls(x_acc):
             self._issue_products(x_acc, k_slot)
+            like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
+            like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
+            # Without the barrier, the compiler rescales before Q K^T is issued.
+            scaled = acc if factor is None else epilogue.times_rows(acc, lax.optimization_barrier(factor))
+            return self.wgmma.updated(functools.partial(sums, x_acc), scaled, like=like)
+
+        def sums(x_acc, accs):
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
-            issued = self.wgmma.weighted_sums(accs, p, self.v.at[v_slot])
+            issued = self._weighted_sums(accs, p, v_slot)
             self._let_next_issue()
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
             results = l_i, p_i if kept is None else kept.select(p_i), *of_max
             if plan.config.pin_softmax:
-                scratch["pin_smem"][self.wg] = results[0]
+                scratch["pin_smem"][self.wg] = results[2 if plan.pins_maximum else 0]
             return results
 
         kept = self._kept(i, visited)  # slower between matmuls (evidence: library/dropout-by-philox)
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(k_slot)[0]])
         self._wait_to_issue()
-        like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
-        like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
-        acc, (l, p, *new_max) = self.wgmma.updated(matmuls, acc, (64, plan.config.block_kv), like=like)
+        acc, (l, p, *new_max) = self.wgmma.scoped(matmuls, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])
         # p is rounded only now: ptxas serialises all matmuls where operands in registers are made while one is in flight
         # (evidence: forward/probabilities-after-the-wait).
         if new_max:
             m, rescale = new_max
-            acc = epilogue.times_rows(acc, rescale)
-        return acc, m, l, products.operand(plan.problem, p)
+            if factor is None:
+                acc = epilogue.times_rows(acc, rescale)
+            else:
+                factor = rescale
+        return acc, factor, m, l, products.operand(plan.problem, p)
 
-    def _finish(self, acc, m, l, p):
+    def _weighted_sums(self, accs, p, slot):
+        """Issues P V, part by part of the values; returns how many matmuls these are."""
+        issued = 0
+        for part, v in self.values:
+            columns = slice(part.first, part.first + part.count)
+            weights = p if len(self.values) == 1 else tuple(x[:, columns] for x in p)
+            issued += self.wgmma.weighted_sums(accs, weights, v.at[slot])
+        return issued
+
+    def _finish(self, acc, factor, m, l, p):
         """The last P V, and the stores."""
         plan, scratch = self.plan, self.scratch
         self._release_queries()
         slot = self._slot(self.steps.end - 1)
+        if factor is not None:
+            acc = epilogue.times_rows(acc, factor)
         plgpu.barrier_wait(scratch["v_ready"].at[slot])
 
         def matmuls(accs):
-            self.wgmma.weighted_sums(accs, p, self.v.at[slot])
+            self._weighted_sums(accs, p, slot)
 
         acc, _ = self.wgmma.updated(matmuls, acc)
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
-        unit = 1 / LOG2E if plan.problem.score is None else self.factor  # see online_softmax
-        epilogue.store(plan, self.block, self.wg, self.gmem, scratch, acc, m, l, unit, self.sink)
+        sink = None if plan.starts_at_sink else self.sink
+        epilogue.store(plan, self.block, self.wg, self.gmem, scratch, acc, m, l, self._unit, sink)
 
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""
-        plan, v = self.plan, self.v.at[slot]
+        plan, v = self.plan, self.values[0][1].at[slot]  # zeroed values are in one part
         plgpu.barrier_wait(self.scratch["v_loaded"])
         _, mask = plan.arrays.with_scalars(self.logits.scalars())
         length = lengths_of(mask).kv_lengths
@@ -222,8 +263,9 @@ class Compute:
         @pl.when(start + plan.config.block_kv > length)
         def _():
             tiles = plan.tiles.v
-            rows, columns = range(0, plan.config.block_kv, 64), range(0, tiles.chunk, tiles.piece)
-            for row, column in itertools.product(rows, columns):
+            # In parts of 64 rows; the last two overlap where the block is no multiple.
+            rows = sorted({min(row, plan.config.block_kv - 64) for row in range(0, plan.config.block_kv, 64)})
+            for row, column in itertools.product(rows, range(0, tiles.chunk, tiles.piece)):
                 for chunk in range(tiles.copies):
                     part = v.at[chunk, pl.ds(row, 64), pl.ds(column, tiles.piece)]
                     key = start + row + plgpu.broadcasted_iota(jnp.int32, (64, tiles.piece), 0, layout=TILE)

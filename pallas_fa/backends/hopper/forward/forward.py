@@ -72,7 +72,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
             jax.ShapeDtypeStruct(out_shape, plan.tiles.out.dtype),
             jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
-        ctas=plan.grid.ctas,
+        ctas=plan.ctas,
         warpgroups=config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )

@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.page_numbers import page_numbers
 from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -18,7 +19,8 @@ class Load:
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.gmem, self.scratch = plan, block, gmem, scratch
         self.kv_head = lax.div(block.n, plan.problem.group)
-        self.smem = {name: getattr(plan.tiles, name).copied(scratch[f"{name}_smem"]) for name in ("q", "k", "v")}
+        tiles = {"q": plan.tiles.q, "k": plan.tiles.k} | {part.name: part.tiles for part in plan.value_rows}
+        self.smem = {name: of_name.copied(scratch[f"{name}_smem"]) for name, of_name in tiles.items()}
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps, steps that use streamed arrays)."""
@@ -94,11 +96,20 @@ class Load:
     def _pages(self, rows):
         """Returns the pages of these rows; None where keys and values are arrays."""
         held = self.plan.problem.pages
-        return None if held is None else pages.numbers(held, self.gmem.page_table, self.block.b, rows)
+        if held is None:
+            return None
+        box = rows.size // self.plan.boxes
+        return page_numbers(held, self.gmem.page_table, self.block.b, rows.start, rows.size, box)
 
     def _keys_or_values(self, name, rows, at, slot, ready):
         tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
         held, column_part = self.plan.problem.pages, self.block.column_part if name == "v" else 0
+        if held is None and name == "v":
+            for part in self.plan.value_rows:
+                there = pl.ds(rows.start + part.first, part.count)
+                smem = self.smem[part.name].at[slot]
+                part.tiles.load(gmem, self.block.b, there, self.kv_head, smem, ready, column_part)
+            return
         if held is None:
             tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part)
             return
@@ -133,7 +144,8 @@ class Load:
         for a in plan.arrays.streamed:
             smem, lead = self.scratch[f"array{a}_smem"].at[slot], plan.arrays[a].index(block.b, block.n)
             if plan.arrays[a].kind == "row":
-                plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, keys)], smem, ready)
+                row = plan.arrays[a].place_in(smem, c.block_kv)
+                plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, keys)], row, ready)
                 continue
             for wg in range(c.compute_wgs):
                 place = plan.arrays[a].place(self._rows(wg), keys)

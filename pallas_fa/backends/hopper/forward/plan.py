@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
@@ -14,6 +15,15 @@ from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
+
+
+class ValueRows(NamedTuple):
+    """A part of the rows of a tile of values: the name of its memory, its first row, how many rows, how they lie there."""
+
+    name: str
+    first: int
+    count: int
+    tiles: Tiles
 
 
 class OperandTiles(NamedTuple):
@@ -67,12 +77,29 @@ class ForwardPlan(ForwardCore):
         column_parts = dict(column_parts=self.column_parts, multiple=64 * self.column_parts)
         v, out = (dataclasses.replace(x, **column_parts) for x in (v, out))
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
+        v = v.summed_over(self.config.block_kv)
         if self.config.kv_splits > 1:  # partial results are float32
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
             v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
+            if v.chunk != out.chunk:
+                out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
         return OperandTiles(q, k, v, out)
+
+    @functools.cached_property
+    def value_rows(self) -> tuple[ValueRows, ...]:
+        """The parts of a tile of values.
+
+        Rows past a multiple of 64 have a narrower swizzle. They lie apart, so that TMA and tensor cores read the others in
+        full width; but not where chunks would have two widths, or where rows are read in 64s to zero padding.
+        """
+        rows, v = self.config.block_kv, self.tiles.v
+        rest = rows % 64
+        if not rest or not v.whole or self.zeroes_padding or self.problem.pages:
+            return (ValueRows("v", 0, rows, v),)
+        parts = ("v", 0, rows - rest), ("v_rest", rows - rest, rest)
+        return tuple(ValueRows(name, first, count, v.summed_over(count)) for name, first, count in parts)
 
     @functools.cached_property
     def blocks(self) -> QueryBlocks:
@@ -88,14 +115,19 @@ class ForwardPlan(ForwardCore):
     @functools.cached_property
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
-        dims, is_masked = self.problem.dims, self.problem.mask is not None
-        group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if is_masked else 1
+        dims, in_groups = self.problem.dims, self.problem.mask is not None and not self.config.persistent_ctas
+        group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if in_groups else 1
         return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the kernel."""
+        return min(self.grid.ctas, self.config.persistent_ctas or self.grid.ctas)
 
     @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several query blocks, one after the other."""
-        return self.blocks.pairs > 0
+        return self.blocks.pairs > 0 or self.config.persistent_ctas > 0
 
     @property
     def boxes(self) -> int:
@@ -106,6 +138,26 @@ class ForwardPlan(ForwardCore):
     def has_padding_keys(self) -> bool:
         """Whether a step may see keys past the end of the sequence."""
         return super().has_padding_keys or self.config.kv_splits > 1
+
+    @property
+    def rescales_under_qk(self) -> bool:
+        """Whether the sums of P V are rescaled under the next Q K^T."""
+        return self.config.rescale_under_qk and self.subtract_max
+
+    @property
+    def pins_maximum(self) -> bool:
+        """Whether each step stores the maximum, to keep it before the wait for P V; else the row sums."""
+        return self.config.pin_softmax and self.rescales_under_qk
+
+    @property
+    def starts_at_sink(self) -> bool:
+        """Whether the online softmax starts with the sink as the first logit of each row; else it is added at the end.
+
+        Only where probabilities have the exponents of float32: next to a large sink, they are all small
+        (evidence: forward/sinks).
+        """
+        has_range = products.operand_dtype(self.problem) == jnp.bfloat16
+        return self.problem.sinks is not None and self.subtract_max and has_range
 
     @property
     def ping_pong(self) -> bool:

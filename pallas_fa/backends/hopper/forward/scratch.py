@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
@@ -28,7 +29,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
     for i in sorted(streamed + columns):
         lead = dict(row=(c.stages,), column=(c.compute_wgs,), tile=(c.stages, c.compute_wgs))[arrays[i].kind]
-        scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=c.block_kv)
+        # TMA starts to write at multiples of 128 bytes: 32 elements of a row.
+        width = pl.cdiv(c.block_kv, 32) * 32 if arrays[i].kind == "row" else c.block_kv
+        scratch[f"array{i}_smem"] = arrays[i].scratch(*lead, rows=64, columns=width)
     if streamed:
         copies = sum(c.compute_wgs if arrays[i].kind == "tile" else 1 for i in streamed)
         scratch["arrays_free"] = ring(num_arrivals=c.compute_wgs)
@@ -43,7 +46,8 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     if plan.separate_out and not plan.out_over_q:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
     if c.pin_softmax:
-        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
+        columns_of_pin = () if plan.pins_maximum else (SUM_COLUMNS,)
+        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
     scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
@@ -54,8 +58,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
         scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
-    scratch["v_ready"] = ring(num_arrivals=plan.tiles.v.copies * plan.boxes)
-    scratch["v_smem"] = plan.tiles.v.scratch(c.stages, rows=c.block_kv)
+    scratch["v_ready"] = ring(num_arrivals=sum(part.tiles.copies for part in plan.value_rows) * plan.boxes)
+    for part in plan.value_rows:
+        scratch[f"{part.name}_smem"] = part.tiles.scratch(c.stages, rows=part.count)
     return scratch
 
 

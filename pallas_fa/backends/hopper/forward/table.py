@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.tables import Row, Span, Table, up_to
+from pallas_fa.backends.gpu.grid import Grid, persistent_ctas
+from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import ForwardConfig
 
 # A CTA takes this long to start, in query blocks (evidence: forward/q-blocks-per-cta).
@@ -16,6 +17,7 @@ class ForwardFacts(NamedTuple):
 
     head_dim, value_dim: of q and k, and of v, rounded up to multiples of 64.
     length: queries.
+    keys: keys of a head.
     heads: query heads of all batch entries.
     uniform: all queries visit the same keys, and there is no score.
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
@@ -26,6 +28,7 @@ class ForwardFacts(NamedTuple):
     head_dim: int
     value_dim: int
     length: int
+    keys: int
     heads: int
     uniform: bool
     visit_table: bool
@@ -36,7 +39,11 @@ class ForwardFacts(NamedTuple):
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
+_H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
+_LONG = at_least(8193)
+_LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
+_LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
 _WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
@@ -49,9 +56,40 @@ def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
 # The tiles to try, the best first. The first of them takes as many pairs of query blocks as the next table says.
 TILES = Table(
     "forward/tiles",
+    Row(
+        (ForwardConfig(1, 64, q_in_registers=True, pin_softmax=False), *_SMALL),
+        "forward/persistent-ctas",
+        **_H64,
+        length=up_to(64),
+        keys=up_to(64),
+    ),
     Row((ForwardConfig(2, 128, ping_pong=True), *_SMALL), "library/float32-products", **_H64, split=True),
     Row((ForwardConfig(2, 64, ping_pong=True), *_SMALL), "library/float32-products", split=True),
     Row((ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL), **_H64, packed=True),
+    Row(
+        (ForwardConfig(2, 256, 1, ping_pong=True), ForwardConfig(2, ping_pong=True), *_SMALL),
+        "forward/persistent-ctas",
+        **_H64,
+        uniform=True,
+        length=up_to(256),
+        keys=Span(129, 256),
+    ),
+    Row(
+        (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
+        "forward/persistent-ctas",
+        **_H64,
+        uniform=True,
+        length=up_to(1024),
+        keys=up_to(1024),
+    ),
+    Row(
+        (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
+        "forward/persistent-ctas",
+        **_H64,
+        visit_table=True,
+        length=up_to(1024),
+        keys=up_to(1024),
+    ),
     Row(
         (
             ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
@@ -67,11 +105,36 @@ TILES = Table(
         uniform=True,
         visit_table=True,
     ),
-    Row(_two_warpgroups(q_in_registers=True, l2_head_group=8), "forward/queries-in-registers", **_H128, uniform=True),
+    Row(
+        (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
+        "forward/key-blocks-of-16",
+        **_H128,
+        uniform=True,
+        length=_LONG,
+    ),
+    Row(
+        _two_warpgroups(l2_head_group=4, **_LATE), "forward/rescale-under-qk", **_H128, visit_table=False, length=_LONG
+    ),
+    Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=8), **_H192),
-    Row(_SMALL, head_dim=up_to(256), value_dim=up_to(256)),
+    Row(
+        (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
+        "forward/key-blocks-of-16",
+        **_H256,
+        uniform=True,
+        visit_table=False,
+        length=at_least(2048),
+    ),
+    Row(_LATE_64, "forward/rescale-under-qk", **_H256),
     Row(_WIDE, "forward/wide-heads"),
+)
+
+PERSISTENT = Table(
+    "forward/persistent-ctas",
+    Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
+    Row(True, **_H64, split=False, packed=False, length=up_to(1024), keys=up_to(1024)),
+    Row(False),
 )
 
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
@@ -84,6 +147,7 @@ PAIRS = Table(
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
     Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
+    Row((4, 2, 1, 0), **_H128, uniform=False, length=up_to(8192)),
     Row((0,)),
 )
 
@@ -99,4 +163,8 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
         rounds = -(-facts.heads * -(-blocks // of_each) // gpu.multiprocessors)
         return rounds * (of_each + _CTA_START)
 
-    return dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time)), *others
+    best = dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time))
+    if not PERSISTENT.find(facts):
+        return best, *others
+    grid = Grid(1, facts.heads, -(-blocks // max(1, 2 * best.q_block_pairs)), 1)
+    return dataclasses.replace(best, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors)), best, *others

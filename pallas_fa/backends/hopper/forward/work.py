@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_fa.backends.gpu import schedule, visit_lists
-from pallas_fa.backends.gpu.grid import quotient_and_remainder
+from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
@@ -30,13 +31,21 @@ class QueryBlock(NamedTuple):
 
 def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of this CTA, and returns the sums."""
-    at = plan.grid.place()
+    if not plan.config.persistent_ctas:
+        return _of_place(plan, plan.grid.place(), role, (0, 0))
+    first, ctas = lax.axis_index(AXIS), plan.ctas
+    count = lax.div(plan.grid.ctas - 1 - first, jnp.int32(ctas)) + 1
+    one = lambda i, done: _of_place(plan, plan.grid.place(first + i * ctas), role, done)
+    return lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
+
+
+def _of_place(plan, at, role, done):
     cta, column_part = _split(at.cta, plan.column_parts)
     cta, part = _split(cta, plan.config.kv_splits)
     one = lambda number, *done: role(
         QueryBlock(at.b, at.head, part, column_part, number, plan.blocks.start(number), *done)
     )
-    return plan.blocks.for_each(cta, one)
+    return plan.blocks.for_each(cta, one, done)
 
 
 def _split(x, count):

@@ -5,27 +5,23 @@ computes the logits of a key block, their softmax and P V. With one stage, value
 under the softmax and P V; with two, the next keys and values under the whole step.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu import schedule, visit_lists
+from pallas_fa.backends.gpu import visit_lists
 from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.grid import AXIS
-from pallas_fa.backends.gpu.layouts import PER_ROW, TILE
+from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.logits import Place, logits
-from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, finish, online_softmax
+from pallas_fa.backends.gpu.online_softmax import finish, online_softmax
 from pallas_fa.backends.gpu.steps import Steps
-from pallas_fa.backends.mma import arrays
 from pallas_fa.backends.mma.cta import Cta
 from pallas_fa.backends.mma.forward.plan import ForwardPlan
-from pallas_fa.backends.mma.matmuls import Mma
-from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.backends.mma.query_block import QueryBlock
 
 
 class Refs(NamedTuple):
@@ -45,46 +41,31 @@ class Refs(NamedTuple):
     lse: Any
 
 
-class Forward:
+class Forward(QueryBlock):
     """What a warpgroup does for its queries of one query block."""
 
     def __init__(self, plan: ForwardPlan, gmem: Refs, scratch: dict[str, Any]):
-        self.plan, self.gmem, self.scratch = plan, gmem, scratch
-        self.cta = Cta(plan.config.wgs, scratch, plan.interpret)
-        self.mma = Mma(plan.problem.dtype, plan.interpret)
-        at, c = plan.grid.place(), plan.config
-        self.b, self.n = at.b, at.head
-        self.kv_head = lax.div(at.head, jnp.int32(plan.problem.group))
+        at = plan.grid.place()
         # Under most masks later queries see more keys: the CTAs with the most work come first.
-        self.block = plan.query_blocks - 1 - at.cta if plan.problem.mask is not None else at.cta
-        self.t0 = self.block * c.block_q + self.cta.wg * c.rows
-        self.scalars = self._scalars()
-        self.steps = self._steps()
+        number = plan.query_blocks - 1 - at.cta if plan.problem.mask is not None else at.cta
+        wgs = plan.config.wgs
+        super().__init__(plan, gmem, scratch, Cta(wgs, scratch, plan.interpret), at, number, wgs)
+        if plan.visit_lists:
+            self.steps = Steps.of_list(visit_lists.in_table(gmem.visit_table, self.b, self.n, self.block))
+        else:
+            self.steps = Steps.of(self.visits())
         self.dropout = None
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, self.b, self.n, plan.interpret)
 
     def run(self) -> None:
         """Computes the query block and stores its results."""
-        plan, steps, c = self.plan, self.steps, self.plan.config
         self._load_queries()
         start = lax.mul(lax.axis_index(AXIS), jnp.int32(0))  # Pallas refuses a static tile that reaches past the end
         self._load_k(start)
-        if c.stages > 1:
+        if self.plan.config.stages > 1:
             self._load_v(start)
-        carry = (
-            self.mma.accumulator(c.rows, plan.tiles.v.padded_dim),
-            plgpu.layout_cast(jnp.full((c.rows,), -jnp.inf if plan.subtract_max else 0.0, jnp.float32), PER_ROW),
-            self.mma.zeros(c.rows, SUM_COLUMNS),
-        )
-        boundary_step, full_step = (functools.partial(self._step, is_boundary=flag) for flag in (True, False))
-        full_end = steps.end if steps.full_end is None else steps.full_end
-        if not steps.starts_full:
-            carry = lax.fori_loop(0, steps.boundary_end, boundary_step, carry)
-        carry = lax.fori_loop(steps.boundary_end, full_end, full_step, carry)
-        if steps.full_end is not None:
-            carry = lax.fori_loop(steps.full_end, steps.end, boundary_step, carry)
-        self._finish(*carry)
+        self._finish(*self.steps.loop(self._step, self.nothing_yet(self.plan.config.rows)))
 
     def _step(self, i, carry, is_boundary):
         acc, m, l = carry
@@ -99,7 +80,7 @@ class Forward:
         if plan.config.stages == 1:
             self.cta.wait_for_copies()
             self._load_next(i, self._load_k)
-        s0 = self._first_key(i)
+        s0 = self.first_key(i)
         at = Place(self.b, self.n, self.t0, s0)
         x, self.factor = logits(plan, x, at, is_boundary, lambda: self._arrays(x.shape, i, is_boundary))
         l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
@@ -128,29 +109,12 @@ class Forward:
         stages = self.plan.config.stages
         return lax.rem(i, jnp.int32(stages)) if stages > 1 else 0
 
-    def _steps(self):
-        plan, table = self.plan, self.gmem.visit_table
-        if plan.visit_lists:
-            return Steps.of_list(visit_lists.in_table(table, self.b, self.n, self.block))
-        if plan.visit_table:
-            return Steps.of(schedule.in_table(table, self.b, self.n, self.block))
-        dims, mask, c = plan.problem.dims, plan.problem.mask, plan.config
-        everything = (0, dims.S)
-        if mask is None:
-            return Steps.of(schedule.visits(everything, everything, dims.S, c.block_kv))
-        t0 = self.block * c.block_q
-        queries = t0, jnp.minimum(t0 + c.block_q, dims.T)
-        return Steps.of(schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, c.block_kv))
-
-    def _first_key(self, i):
-        return self.steps.key_block(i) * self.plan.config.block_kv
-
     def _load_queries(self):
         plan, copies = self.plan, self.cta.copies
         smem = self.scratch["q_smem"].at[self.cta.wg]
         plan.tiles.q.load(copies, self.gmem.q, self.b, self.t0, self.n, smem)
         for a in plan.arrays.of_kind("column"):
-            self._load_array(a, 0, self.scratch[f"array{a}_smem"].at[self.cta.wg])
+            self.load_array(a, 0, self.scratch[f"array{a}_smem"].at[self.cta.wg])
 
     def _load_next(self, i, *loads):
         @pl.when(i + 1 < self.steps.end)
@@ -160,7 +124,7 @@ class Forward:
 
     def _load_k(self, i):
         """Starts loading the keys of step i, and its arrays."""
-        plan, s0 = self.plan, self._first_key(i)
+        plan, s0 = self.plan, self.first_key(i)
         self.cta.only(0, lambda: self._load_keys_or_values("k", i, s0))
         if not plan.arrays.streamed:
             return
@@ -170,41 +134,24 @@ class Forward:
             pl.when(self.steps.is_boundary(i))(lambda: self._load_arrays(i, s0))
 
     def _load_v(self, i):
-        self.cta.only(-1, lambda: self._load_keys_or_values("v", i, self._first_key(i)))
+        self.cta.only(-1, lambda: self._load_keys_or_values("v", i, self.first_key(i)))
 
     def _load_keys_or_values(self, name, i, s0):
         tiles, gmem = getattr(self.plan.tiles, name), getattr(self.gmem, name)
         smem = self.scratch[f"{name}_smem"].at[self._slot(jnp.asarray(i, jnp.int32))]
-        tiles.load(self.cta.copies, gmem, self.b, s0, self.kv_head, smem, self._key_length())
-
-    def _key_length(self):
-        """Past it are zeros in shared memory, and whatever the caller left there in device memory."""
-        if not self.plan.zeroes_padding:
-            return None
-        _, mask = self.plan.arrays.with_scalars(self.scalars)
-        return jnp.minimum(lengths_of(mask).kv_lengths, self.plan.problem.dims.S)
+        tiles.load(self.cta.copies, gmem, self.b, s0, self.kv_head, smem, self.key_length())
 
     def _load_arrays(self, i, s0):
         plan, slot = self.plan, self._array_slot(i)
         for a in plan.arrays.streamed:
             smem = self.scratch[f"array{a}_smem"].at[slot]
             if plan.arrays[a].kind == "tile":
-                self._load_array(a, s0, smem.at[self.cta.wg])
+                self.load_array(a, s0, smem.at[self.cta.wg])
             else:
-                self.cta.only(0, lambda a=a, smem=smem: self._load_array(a, s0, smem))
-
-    def _load_array(self, a, s0, smem):
-        array, gmem = self.plan.arrays[a], self.gmem.arrays[a]
-        gmem = gmem.at[array.index(self.b, self.n)]
-        arrays.load(self.cta.copies, array, gmem, self.t0, s0, smem, self.plan.config.wgs)
+                self.cta.only(0, lambda a=a, smem=smem: self.load_array(a, s0, smem))
 
     def _array_slot(self, i):
         return lax.rem(jnp.asarray(i, jnp.int32), jnp.int32(self.plan.array_stages))
-
-    def _scalars(self):
-        of = self.plan.arrays
-        value = lambda a: of[a].restore(self.gmem.arrays[a][of[a].index(self.b, self.n)])
-        return {a: value(a) for a in of.of_kind("scalar")}
 
     def _arrays(self, shape, i, is_boundary):
         """(score, mask) with their arrays for step i; None where not loaded."""

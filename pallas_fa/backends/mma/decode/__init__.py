@@ -1,0 +1,1 @@
+"""Few queries against many keys, as in decoding: warps share the queries and split the keys."""

@@ -1,0 +1,46 @@
+"""The table of tiles for few queries."""
+
+from typing import Any, NamedTuple
+
+from pallas_fa.backends.gpu.tables import Row, Table, at_least, up_to
+from pallas_fa.backends.mma.config import DecodeConfig
+
+
+class DecodeFacts(NamedTuple):
+    """What the choice of tiles depends on.
+
+    rows: queries of all heads of a key head, at most 64.
+    head_dim: of q, k and v, the largest, rounded up to a multiple of 64.
+    shared_memory: KB that a CTA may have.
+    """
+
+    rows: int
+    head_dim: int
+    shared_memory: int
+
+
+_16: dict[str, Any] = dict(rows=up_to(16))
+_32: dict[str, Any] = dict(rows=up_to(32))
+_H128: dict[str, Any] = dict(head_dim=up_to(128))
+_TWO_CTAS: dict[str, Any] = dict(shared_memory=at_least(227))  # with three stages at H=128 on a multiprocessor
+
+
+def _tiles(rows: int, *sizes: tuple[int, int]) -> tuple[DecodeConfig, ...]:
+    return tuple(DecodeConfig(rows, block_kv, stages) for block_kv, stages in sizes)
+
+
+# The tiles to try, the best first; the later ones where arrays of masks and scores need the memory.
+TILES = Table(
+    "decode/mma-tiles",
+    Row((*_tiles(16, (64, 3), (64, 2)), *_tiles(32, (32, 2))), **_16, **_H128, **_TWO_CTAS),
+    Row((*_tiles(16, (64, 2)), *_tiles(32, (32, 2))), **_16),
+    Row(_tiles(32, (64, 3), (64, 2), (32, 2)), **_32, **_H128, **_TWO_CTAS),
+    Row(_tiles(32, (64, 2), (32, 2)), **_32),
+    Row(_tiles(64, (64, 3), (64, 2), (32, 2), (16, 2)), **_H128, **_TWO_CTAS),
+    Row(_tiles(64, (64, 2), (32, 2), (16, 2))),
+)
+
+
+def decode_configs(facts: DecodeFacts) -> tuple[DecodeConfig, ...]:
+    """Returns the tiles to try, the best first."""
+    return TILES.find(facts)

@@ -1,0 +1,128 @@
+"""Few queries by mma.sync: the kernel interpreted, for keys in one piece and in pages, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_fa
+from pallas_fa.backends import reference
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.mma.config import Config, DecodeConfig, ForwardConfig
+from pallas_fa.backends.mma.decode.choose import applies, choose
+from pallas_fa.backends.mma.decode.decode import decode
+from pallas_fa.problem import normalise
+from tests import test_decode as of_hopper
+from tests import test_paged_attention as paged
+from tests.lowering import kernels
+from tests.test_kernel_interpreted import interpreted
+
+# Each query of up to 16, 32, 64 in four, two, one part of a key block; None: those of the table, with keys in parts.
+TILES = DecodeConfig(16, 64, 2), DecodeConfig(32, 64, 2, kv_splits=3), DecodeConfig(64, 32, 3), None
+CALLS = {
+    name: (call, TILES[i % 4]) for i, (name, call) in enumerate(of_hopper.CALLS.items()) if "config" not in call[1]
+}
+
+
+def is_right_and_free_of_races(problem, operands):
+    assert applies(problem)
+    (out, lse), races = interpreted(problem, operands, decode)
+    assert not races
+    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    np.testing.assert_allclose(np.asarray(out, np.float32), true_out, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_keys_in_one_piece(name):
+    (T, keywords), tiles = CALLS[name]
+    keywords = keywords if name == "relative bias" else {**keywords, "config": Config(decode=tiles)}
+    is_right_and_free_of_races(*normalise(*of_hopper.inputs(T, H=72, Hv=40), **keywords))
+
+
+PAGED = paged.CALLS | {"40": (40, "PSKH", 1, {})}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_keys_in_pages(name, rng):
+    page, layout, T, keywords = PAGED[name]
+    S = 1024 if "bias" in keywords else -(-(2 * 64 + 16) // page) * page
+    (q, *pages, lengths), _ = paged.call_in_bfloat16(rng, page, layout, T, S)
+    is_right_and_free_of_races(
+        *normalise(q, *paged.checked(q, *pages, layout), key_value_seq_lengths=lengths, **keywords)
+    )
+
+
+def test_many_rows_are_several_query_blocks():
+    q, k, v = of_hopper.inputs(16, N=6, K=1)
+    is_right_and_free_of_races(*normalise(q, k, v, mask=of_hopper.BOTTOM_RIGHT))
+
+
+@pytest.mark.parametrize("K", [2, of_hopper.N])
+def test_the_other_layout(K):
+    q, k, v = of_hopper.inputs(3, K=K)
+    keywords = {"mask": of_hopper.BOTTOM_RIGHT, "sinks": jnp.zeros(of_hopper.N), "config": Config(decode=TILES[0])}
+    (out, lse), _ = interpreted(*normalise(q, k, v, **keywords), decode)
+    transposed = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    (other, other_lse), races = interpreted(*normalise(*transposed, layout="BNTH", **keywords), decode)
+    assert not races
+    np.testing.assert_array_equal(np.asarray(jnp.swapaxes(other, 1, 2), np.float32), np.asarray(out, np.float32))
+    np.testing.assert_allclose(other_lse, lse, rtol=1e-6)
+
+
+def test_padding_may_hold_nan():
+    q, k, v = of_hopper.inputs(2)
+    padded = [x.at[0, of_hopper.LENGTHS[0] :].set(jnp.nan) for x in (k, v)]
+    common = {"key_value_seq_lengths": of_hopper.LENGTHS, "config": Config(decode=TILES[0])}
+    of = lambda k, v: interpreted(*normalise(q, k, v, **common), decode)[0]
+    for x, y in zip(of(*padded), of(k, v), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_lowers():
+    """With arrays of every kind of shape, and in pages of rows that are fewer than those of a part."""
+    shape = jax.ShapeDtypeStruct
+    q, k, v = (shape(x.shape, x.dtype) for x in of_hopper.inputs(2, H=128, Hv=256))
+    call = lambda *x: pallas_fa.dot_product_attention(*x, implementation="mma", **of_hopper.CALLS["by head"][1])
+    assert kernels(call, q, k, v) == 1
+    pages = shape((40, 40, 2, 128), jnp.bfloat16)
+    call = lambda *x: pallas_fa.paged_attention(*x, implementation="mma")
+    assert kernels(call, q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)) == 1
+
+
+@pytest.mark.parametrize("capability, memory", [("8.0", 163), ("8.6", 99), ("9.0", 227)])
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("heads", [1, 8, 48])
+def test_some_tiles_fit_every_gpu(capability, memory, H, heads):
+    from pallas_fa.backends.gpu.shared_memory import fits
+    from pallas_fa.backends.mma.decode.scratch import on_gpu
+
+    gpu = Gpu(capability, 100, memory * 1024)
+    q, k, v = of_hopper.inputs(1, N=heads, K=1, H=H, Hv=H)
+    plan = choose(normalise(q, k, v)[0], gpu)
+    assert fits(on_gpu(plan), gpu)
+    assert plan.config.rows >= min(heads, 64)
+    assert plan.config.kv_splits > 1  # two sequences do not fill a GPU
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(page=20), "pages of 20 rows; it loads pages of a multiple of 8"),
+        (dict(T=17), "T=17 queries and keys in pages; it takes at most 16"),
+        (dict(H=60), "H=60 and Hv=60; it takes multiples of 8 of keys in pages"),
+        (dict(config=Config(forward=ForwardConfig())), "and keys in pages; its kernel for them takes DecodeConfig"),
+    ],
+)
+def test_what_the_kernel_does_not_take(changed, message):
+    sizes = dict(page=16, T=1, H=64, config=None) | changed
+    q = jnp.zeros((1, sizes["T"], 1, sizes["H"]), jnp.bfloat16)
+    pages = jnp.zeros((2, sizes["page"], 1, sizes["H"]), jnp.bfloat16)
+    arguments = q, pages, pages, jnp.zeros((1, 2), int), jnp.ones(1, int)
+    with pytest.raises(NotImplementedError, match=message):
+        pallas_fa.paged_attention(*arguments, implementation="mma", config=sizes["config"])
+
+
+def test_more_queries_do_not_split_keys():
+    with pytest.raises(NotImplementedError, match="T=17 is more than 16 queries"):
+        pallas_fa.dot_product_attention(*of_hopper.inputs(17), implementation="mma", config=Config(decode=TILES[0]))
