@@ -4,7 +4,7 @@ A thread of a tile in registers holds rows r and r + 8 of each 16, and columns c
 multiples of 16, these four elements are {t, t ^ 8} x {s, s ^ 8}, whichever of the two the rows are. Elsewhere, as on a
 shard of odd length, each element takes a call.
 
-What is kept is drawn before it is used, a bit for each element: under a matmul, that is, on whose result a warp waits.
+What is kept is drawn before it is used, a bit for each element, so that the generator stays out of the softmax.
 """
 
 import collections
@@ -133,13 +133,12 @@ class _Packed(NamedTuple):
 
     def draw(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
         """Returns the words, by the registers of a thread: positions of rows and columns, and the two seeds."""
-        # Both are below 8 in their 16, as tiles start at multiples of 16.
-        row, column = (_element(x.registers.reshape(-1)[0], 0) for x in (rows, columns))
+        rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)  # r + 8 after r
         key, offset = key.registers[()], offset.registers[()]
         round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
         found = [_word(0)] * self.words
         for call, place in enumerate(self._calls):
-            for of_t, word in enumerate(self._random(place, row, column, offset, round_keys)):
+            for of_t, word in enumerate(self._random(place, rows, columns, offset, round_keys)):
                 number, first = divmod(2 * call + of_t, _BITS // 2)
                 bits = arith.andi(_at_least(word, self.threshold), _word(0x10001 << first))
                 found[number] = arith.ori(found[number], bits)
@@ -148,15 +147,15 @@ class _Packed(NamedTuple):
         registers = [np.array([vector.from_elements(like, [_here(x)])], object) for x in found]
         return tuple(mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=True) for x in registers)
 
-    def _random(self, place, row, column, offset, round_keys):
+    def _random(self, place, rows, columns, offset, round_keys):
         i, j, lane = place
-        row, column = arith.addi(row, _word(64 * i)), arith.addi(column, _word(8 * j + lane))
+        row, column = _element(rows[i], 0), _element(columns[j], lane)
         t, s = (column, row) if self.keys_by_queries else (row, column)
         return _philox2x32(arith.xori(t, offset), s, round_keys)
 
     def select(self, _: Any, x: Any, *words: Any) -> Any:
         """Returns the elements of x that are kept, and 0 for others."""
-        words = [_element(word.registers[0], 0) for word in words]
+        bits = [_element(word.registers[0], 0) for word in words]
         # Vectors of two columns: [rows / 64, columns / 8, 2], r + 8 after r.
         results = x.registers.reshape(self.shape[0] // 64, self.shape[1] // 8, 2).copy()
         f32 = ir.F32Type.get()
@@ -166,7 +165,7 @@ class _Packed(NamedTuple):
             for of_column, of_row in itertools.product(range(2), range(2)):
                 of_t, of_s = (of_column, of_row) if self.keys_by_queries else (of_row, of_column)
                 number, place = divmod(2 * call + of_t, _BITS // 2)
-                bit = arith.andi(words[number], _word(1 << place + of_s * _BITS // 2))
+                bit = arith.andi(bits[number], _word(1 << place + of_s * _BITS // 2))
                 keeps = arith.cmpi(arith.CmpIPredicate.ne, bit, _word(0))
                 at = i, j + of_column, of_row
                 chosen[at].append(arith.select(keeps, _element(results[at], lane), zero))

@@ -62,7 +62,7 @@ def probabilities(
         return after_products(s_acc, dp_acc, issued)
 
     def after_products(s_acc, dp_acc: Any, issued):
-        kept = at.kept(plan)  # under the matmuls
+        kept = at.kept(plan)
         s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
