@@ -257,10 +257,8 @@ def mask(mask: Any) -> masks.Mask | None:
     return masks.Dense(x)
 
 
-def window_mask(dims: Dims, window: Any) -> masks.Window | None:
-    """`local_window_size`, checked."""
-    if window is None:
-        return None
+def window_sides(window: Any) -> tuple[Any, Any]:
+    """The two sides of `local_window_size`, each checked by itself."""
     if is_array(window) and window.shape == (2,):
         window = tuple(window)  # as in jax.nn, which unpacks it
     scalar = is_static_number(window) or (is_array(window) and not window.shape)
@@ -270,7 +268,15 @@ def window_mask(dims: Dims, window: Any) -> masks.Window | None:
             f"local_window_size={window!r} must be an int or an int scalar array, or a pair (left, right) of ints, int"
             " arrays ([], [*B] or [*B, N, 1, 1]) or None."
         )
-    sides = [check_side(f"local_window_size[{i}]", side) for i, side in enumerate(pair)]
+    left, right = (check_side(f"local_window_size[{i}]", side) for i, side in enumerate(pair))
+    return left, right
+
+
+def window_mask(dims: Dims, window: Any) -> masks.Window | None:
+    """`local_window_size`, checked."""
+    if window is None:
+        return None
+    sides = window_sides(window)
     for i, side in enumerate(sides):
         if is_array(side):
             offsets.per_sequence(f"local_window_size[{i}]", side, dims)  # an error here names the argument
@@ -316,12 +322,17 @@ def precision(precision: Any, dtype: Any) -> Any:
     if precision is None and dtype == jnp.float32:
         precision = jax.config.jax_default_matmul_precision
     named = (jax.lax.Precision, jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+    if isinstance(precision, str):
+        precision = jax.lax.DotAlgorithmPreset.__members__.get(precision, precision)
+    if precision is jax.lax.DotAlgorithmPreset.DEFAULT:
+        return jax.lax.Precision.DEFAULT  # it names no algorithm
     if precision is None or isinstance(precision, named):
         return precision
     try:
         if isinstance(precision, str):
-            algorithms = jax.lax.DotAlgorithmPreset.__members__
-            return algorithms[precision] if precision in algorithms else jax.lax.Precision(precision)
+            return jax.lax.Precision(precision)
+        if not isinstance(precision, (tuple, list)):
+            raise TypeError
         first, second = precision
         return jax.lax.Precision(first), jax.lax.Precision(second)
     except (ValueError, TypeError) as e:

@@ -1,6 +1,7 @@
 """`mla_decode_attention`: multi-head latent attention (MLA) with absorbed weights, where keys and values are one array."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -11,7 +12,8 @@ from pallas_fa import masks
 from pallas_fa.api import explain_normalised
 from pallas_fa.arguments import float_array
 from pallas_fa.attention import run
-from pallas_fa.operands.pytree import is_static_number
+from pallas_fa.operands.offsets import int_array
+from pallas_fa.operands.pytree import is_static_int, is_static_number
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -108,9 +110,23 @@ def _normalise(query, cache, *, scale, value_dim=512, lengths=None):
             f"query.shape={query.shape} and cache.shape={cache.shape} must be [*B, T, N, H] and [*B, S, H], with the same *B"
             " and H: the cache has no dim of heads. Squeeze it out, and concatenate latent and rotary columns in both."
         )
+    if query.dtype != cache.dtype:
+        raise ValueError(
+            f"query.dtype={query.dtype} and cache.dtype={cache.dtype} differ: nothing is converted silently. Convert one"
+            " with `.astype`."
+        )
+    if lengths is not None:
+        lengths = int_array("lengths", lengths)
+        if lengths.shape != query.shape[:-3]:
+            raise ValueError(
+                f"lengths.shape={tuple(lengths.shape)} must be [*B] = {query.shape[:-3]}: how many positions of each cache"
+                " are filled. Use jnp.broadcast_to."
+            )
     if not is_static_number(scale):
         raise TypeError(f"scale={scale!r} must be a number, known while tracing, such as 192**-0.5.")
-    if not isinstance(value_dim, int) or not 1 <= value_dim <= cache.shape[-1]:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite. Pass that of the attention before absorption.")
+    if not is_static_int(value_dim) or not 1 <= value_dim <= cache.shape[-1]:
         raise ValueError(
             f"value_dim={value_dim!r} must be an int from 1 to H={cache.shape[-1]}: the values are the first columns of the"
             " cache."
@@ -118,6 +134,6 @@ def _normalise(query, cache, *, scale, value_dim=512, lengths=None):
     keys = cache[..., None, :]
     mask = masks.Causal(align="bottom_right") if query.shape[-3] != 1 else None
     problem, operands = normalise(
-        query, keys, keys[..., :value_dim], mask=mask, scale=scale, key_value_seq_lengths=lengths
+        query, keys, keys[..., : int(value_dim)], mask=mask, scale=scale, key_value_seq_lengths=lengths
     )
     return dataclasses.replace(problem, values_in_keys=True), operands

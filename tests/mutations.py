@@ -91,6 +91,8 @@ MUTATIONS = (
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "[x * plan.qk_scale for x in d_qk]", "d_qk", BACKWARD),
+    Mutation("backends/hopper/backward/step.py", "(x * plan.qk_scale).astype", "x.astype", BACKWARD),
+    Mutation("backends/hopper/backward/work.py", "first + i * ctas", "first + i", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
     Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),

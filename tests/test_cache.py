@@ -82,6 +82,23 @@ def test_rows_without_a_page_are_dropped_with_all_behind_them():
 
 
 @pytest.mark.parametrize("make", [contiguous, paged])
+def test_negative_lengths_write_nothing(make):
+    cache = dataclasses.replace(make(), lengths=jnp.full(B, -2))
+    after = cache.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H))
+    assert not any(x.any() for x in rows_of(after)) and after.dropped.tolist() == [1] * B
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+def test_a_window_may_be_one_array_for_both_sides(make):
+    """Of two sequences, where an array of two numbers could be taken for one number each."""
+    cache = jax.tree.map(lambda x: x if make is paged and x.ndim == 4 else x[:2], make())
+    cache = cache.append(normal(2, 5, K, H), normal(2, 5, K, 2 * H))
+    q = normal(2, 1, N, H)
+    want = cache.attend(q, local_window_size=(3, 0))
+    np.testing.assert_array_equal(cache.attend(q, local_window_size=jnp.array([3, 0])), want)
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
 @pytest.mark.parametrize("loop", [False, True], ids=["call", "scan"])
 def test_append_is_in_place(make, loop):
     """In the compiled program nothing copies an array as large as the keys, and outputs are the donated inputs."""
@@ -166,6 +183,8 @@ WRONG = {
     "heads": (lambda c: c.append(normal(B, 1, N, H), normal(B, 1, K, 2 * H)), r"key.shape=\(3, 1, 4, 8\).*\(3, 1, 2, 8\)"),
     "value head dim": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, H)), r"value.shape=\(3, 1, 2, 8\)"),
     "lengths": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H), jnp.ones(2, int)), r"lengths.shape=\(2,\)"),
+    "window of three": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(1, 2, 3)), "local_window_size=.*pair"),
+    "negative window": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(-2, 0)), r"local_window_size\[0\]=-2"),
     "float lengths": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H), jnp.ones(B)), "lengths.dtype"),
 }  # fmt: skip
 
@@ -188,6 +207,8 @@ def test_wrong_sizes_and_arguments():
         KeyValueCache.empty(1, 0, 1, 8)
     with pytest.raises(ValueError, match="page_size=0 must be"):
         PagedCache.empty(1, 1, 1, 0, 1, 8)
+    with pytest.raises(TypeError, match="dtype='int8' must be a float dtype"):
+        KeyValueCache.empty(1, 4, 1, 8, dtype="int8")
     with pytest.raises(ValueError, match="is_causal=True cannot be given here"):
         contiguous().attend(normal(B, 1, N, H), is_causal=True)
 

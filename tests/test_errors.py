@@ -252,6 +252,7 @@ BAD = {
     "function as score": ({"score": jnp.tanh}, TypeError, ("score", "scores.Custom(fn)", "scores.Bias(array)")),
     "array as score": ({"score": np.ones((T, S))}, TypeError, ("score", "ndarray", "scores.Bias(array)")),
     "unknown precision": ({"precision": "perfect"}, ValueError, ("precision='perfect'", "'highest'", "jax.lax")),
+    "precision in an array": ({"precision": jnp.ones(2)}, ValueError, ("precision=", "'highest'", "jax.lax")),
     "precision of a wrong type": ({"precision": 3.5}, ValueError, ("precision=3.5", "'highest'", "jax.lax")),
     # masks and scores against the call
     "array of a Segments mask": (

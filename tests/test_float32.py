@@ -137,6 +137,13 @@ def test_other_algorithms_are_not_made_up_for(precision):
     assert reason is not None and "BF16_BF16_F32_X3" in reason and str(problem.precision) in reason
 
 
+def test_the_default_algorithm_is_none():
+    """Of 16-bit inputs an algorithm would go to XLA, and "DEFAULT" is the name of one in JAX."""
+    sixteen = dataclasses.replace(BASE, dtype="bfloat16")
+    for precision in ("DEFAULT", ALGORITHMS.DEFAULT):
+        assert supports(problem_of(sixteen, precision=precision)[0], GPU).forward is None
+
+
 def test_none_is_the_default_of_jax():
     """Who sets JAX's default to full float32 gets that, too, and another program for it."""
     with jax.default_matmul_precision("float32"):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import re
 
 import jax
 import numpy as np
@@ -52,7 +53,7 @@ CASES = {
     "soft cap, sinks of -inf": (dataclasses.replace(BASE, mask="causal", score="soft_cap", sinks="batch"), THREE),
     "grouped heads": (dataclasses.replace(BASE, N=4, K=2, mask="causal"), TWO),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), TWO),
-    "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), TWO),
+    "odd head dims, sinks": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal", sinks="heads"), TWO),
     "96 columns, causal, grouped heads": (
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, H=96, Hv=96, mask="causal"),
         TWO,
@@ -174,7 +175,7 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
     problem, operands = problem_of(dataclasses.replace(BASE, T=128, S=384), TWO)
     try:
         _, races = interpreted(problem, operands)
-    except jax.errors.JaxRuntimeError as error:  # the interpreter may notice first that nobody awaited a phase
-        assert "Barrier completed phase 1, but no threads observed phase 0." in str(error)
+    except jax.errors.JaxRuntimeError as error:  # the interpreter may notice first, in either of two places
+        assert re.search("no threads observed phase 0|for the first time, but barrier is already at phase", str(error))
     else:
         assert races

@@ -126,8 +126,14 @@ WRONG = {
     "float lengths": (dict(lengths=np.zeros(B)), "^lengths.dtype=float64 must be an integer"),
     "other value pages": (dict(value_pages=np.zeros((5, PAGE, K, H), np.float32)), "must agree but for the head dim"),
     "head dims": (dict(query=np.zeros((B, T, N, 16), np.float32)), "different head dims H"),
-    "heads": (dict(query=np.zeros((B, T, 3, H), np.float32)), "N must be a multiple of K"),
-    "dtypes": (dict(query=np.zeros((B, T, N, H), np.float16)), "nothing is converted silently"),
+    "heads": (
+        dict(query=np.zeros((B, T, 3, H), np.float32)),
+        r"key_pages.shape=.*K=2: N must be a multiple of K.*page_layout",
+    ),
+    "dtypes": (
+        dict(query=np.zeros((B, T, N, H), np.float16)),
+        r"key_pages.dtype=float32 .*nothing is converted silently",
+    ),
     "page layout": (dict(page_layout="PKSH"), "page_layout='PKSH' is not one of 'PSKH', 'KPSH'"),
     "empty pages": (dict(key_pages=np.zeros((6, 0, K, H), np.float32)), "no dim of size 0"),
     "batch dims": (dict(query=np.zeros((T, N, H), np.float32)), r"query.shape=\(1, 4, 8\) must be \[B, T, N, H\]"),

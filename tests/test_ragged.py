@@ -132,7 +132,8 @@ def test_heads_over_explicit_axes(rng):
 WRONG = {
     "q": (0, np.zeros((70, 4), np.float32), r"q.shape=\(70, 4\).*must be \[tokens, N, H\]"),
     "odd heads": (1, np.zeros((40, 16, 3, 16), np.float32), "keys in the even heads"),
-    "dtypes": (1, np.zeros((40, 16, 4, 16), np.float16), "nothing is converted silently"),
+    "dtypes": (1, np.zeros((40, 16, 4, 16), np.float16), "kv_pages.dtype=float16.*nothing is converted silently"),
+    "heads": (0, np.zeros((70, 3, 16), np.float32), r"N=3 must be a multiple of that of key heads K=2"),
     "kv_lens": (2, np.zeros(3, np.int32), r"kv_lens.shape=\(3,\) must be \(7,\)"),
     "float table": (3, np.zeros((7, 8), np.float32), "page_indices.dtype=float32 must be an integer"),
     "table": (3, np.zeros(7, np.int32), r"page_indices.shape=\(7,\) must be \[max sequences"),
@@ -155,3 +156,11 @@ def test_wrong_numbers(rng):
     for wrong in (dict(sliding_window=0), dict(num_queries_per_block=0)):
         with pytest.raises(ValueError, match="must be an int of at least 1"):
             ragged_paged_attention(*given, **wrong)
+    for wrong in (dict(sm_scale=None), dict(k_scale="2"), dict(v_scale=jnp.ones((2, 1, 1, 1)))):
+        with pytest.raises(TypeError, match=f"(?s)^{next(iter(wrong))}=.* must be a number"):
+            ragged_paged_attention(*given, **wrong)
+
+
+def test_no_tokens(rng):
+    q, *rest = arguments(rng, BATCHES["both"])
+    assert ragged_paged_attention(q[:0], *rest).shape == (0, *q.shape[1:])

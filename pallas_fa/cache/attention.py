@@ -133,5 +133,16 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"query.shape={shape} and key_pages.shape={tuple(key_pages.shape)} have different head dims H. Project them to"
             " one head dim."
         )
+    N, K = shape[2], key_pages.shape[2 if layout == "PSKH" else 0]
+    if N % K:
+        raise ValueError(
+            f"query.shape={shape} has N={N} heads and key_pages.shape={tuple(key_pages.shape)}, {dims}, has K={K}: N must be"
+            " a multiple of K. If heads and rows are swapped, pass another page_layout."
+        )
+    if not query.dtype == key_pages.dtype == value_pages.dtype:
+        raise ValueError(
+            f"query.dtype={query.dtype}, key_pages.dtype={key_pages.dtype} and value_pages.dtype={value_pages.dtype} differ:"
+            " nothing is converted silently. Convert them with `.astype`."
+        )
     table = checked_table(page_table, shape[0])
     return Paged(key_pages, table, layout), Paged(value_pages, table, layout)

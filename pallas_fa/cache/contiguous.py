@@ -58,6 +58,7 @@ class KeyValueCache:
           dtype: of keys and values, a float dtype.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        rows.check_dtype(dtype)
         rows.check_sizes(
             batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim
         )

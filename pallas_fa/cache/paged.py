@@ -68,6 +68,7 @@ class PagedCache:
           dtype: of keys and values, a float dtype.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        rows.check_dtype(dtype)
         rows.check_sizes(batch=batch, pages_per_sequence=pages_per_sequence, num_pages=num_pages, page_size=page_size)
         rows.check_sizes(kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
         pages_of = lambda dim: jnp.zeros((num_pages, page_size, kv_heads, dim), dtype)
@@ -94,7 +95,7 @@ class PagedCache:
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
         position = self.lengths[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
         index = table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
-        placed = rows.place(new, self.lengths, self.dropped, (index >= 0) & (index < P))
+        placed = rows.place(new, self.lengths, self.dropped, (position >= 0) & (index >= 0) & (index < P))
         index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
         write = lambda pages, new: pages.at[index, position % page].set(new, mode="drop")
         return dataclasses.replace(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_fa import masks
 from pallas_fa.arguments import mask as checked_mask
+from pallas_fa.arguments import window_sides
 from pallas_fa.masks.base import all_of
 
 _SAID_BY_CACHE = {
@@ -31,9 +32,8 @@ def last_rows(query: Any, mask: Any, lengths: Any, given: Mapping[str, Any]) -> 
             raise ValueError(f"{name}={given[name]!r} cannot be given here: {why}. Leave it out.")
     rest = dict(given)
     window = rest.pop("local_window_size", None)
-    left, right = window if isinstance(window, (tuple, list)) else (window, window)
     alone = jnp.shape(query)[-3:-2] == (1,) and lengths is None  # a query that sees all that is there
     causal = None if alone else masks.Causal(align="bottom_right")
-    behind = None if window is None else masks.Window(left, right, align="bottom_right")
+    behind = None if window is None else masks.Window(*window_sides(window), align="bottom_right")
     rules = [x for x in (causal, behind, checked_mask(mask)) if x is not None]
     return rest | {"mask": all_of(rules), "query_seq_lengths": lengths}

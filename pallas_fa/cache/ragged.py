@@ -13,6 +13,7 @@ from pallas_fa.arguments import float_array
 from pallas_fa.attention import attend
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
+from pallas_fa.operands.pytree import is_array, is_static_number
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 _BLOCK = 16  # queries: as many as the kernel for few queries takes
@@ -80,6 +81,10 @@ def ragged_paged_attention(
     if sliding_window is not None:
         _check_number("sliding_window", sliding_window)
         mask = mask & masks.Window(sliding_window - 1, None, align="bottom_right")
+    for name, x in (("sm_scale", sm_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_factor(name, 1.0 if x is None and name != "sm_scale" else x)
+    if not queries.shape[0]:
+        return queries
     scale = sm_scale * (1.0 if k_scale is None else k_scale)
     attend_blocks = functools.partial(
         attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
@@ -131,6 +136,16 @@ def _check(q, pages, lengths, table, starts, count):
             f"{shapes} must be [tokens, N, H] and [P, page, 2 K, H], with keys in the even heads and values in the odd ones."
             " Stack them, jnp.stack([key, value], axis=-2), and reshape."
         )
+    if q.shape[1] % (pages.shape[2] // 2):
+        raise ValueError(
+            f"{shapes}: the number of query heads N={q.shape[1]} must be a multiple of that of key heads"
+            f" K={pages.shape[2] // 2}, since each key head serves N // K query heads. Repeat the fewer heads."
+        )
+    if q.dtype != pages.dtype:
+        raise ValueError(
+            f"q.dtype={q.dtype} and kv_pages.dtype={pages.dtype} differ: nothing is converted silently. Convert one with"
+            " `.astype`."
+        )
     if table.ndim != 2 or 0 in table.shape:
         raise ValueError(f"page_indices.shape={tuple(table.shape)} must be [max sequences, pages per sequence].")
     sequences = table.shape[0]
@@ -144,6 +159,11 @@ def _check(q, pages, lengths, table, starts, count):
                 f"{name}.shape={tuple(x.shape)} must be {(size,)}, since page_indices has a row for each of"
                 f" {sequences} sequences. Fill it up; num_seqs says how many are there."
             )
+
+
+def _check_factor(name, x):
+    if not is_static_number(x) and not (is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)):
+        raise TypeError(f"{name}={x!r} must be a number or a scalar float array. Leave it out for 1.0.")
 
 
 def _check_number(name, x):

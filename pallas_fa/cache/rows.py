@@ -43,6 +43,14 @@ def check_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name}={size!r} must be an int of at least 1. Pass the size of the cache to be made.")
 
 
+def check_dtype(dtype: Any) -> None:
+    """Raises TypeError unless `dtype` is one of floats."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"dtype={dtype!r} must be a float dtype, that of the keys and values to come. Pass jnp.bfloat16."
+        )
+
+
 def checked_table(table: Any, B: int) -> Any:
     """Returns a page table int32 [B, pages per sequence]; raises where it is none."""
     table = int_array("page_table", table)

@@ -71,6 +71,12 @@ class KernelArray:
             return None
         return f"an array of a mask or score has dtype {self.dtype.name}; the kernels load {', '.join(names)}"
 
+    def widened(self) -> "KernelArray":
+        """Returns it with elements of four bytes instead of one in tiles: Pallas loads no rows of 16 bytes."""
+        if self.kind != "tile" or self.stored_dtype.itemsize > 1:
+            return self
+        return dataclasses.replace(self, stored_dtype=np.dtype(np.int32), row_bytes=4 * self.row_bytes)
+
     def in_memory(self, x: jax.Array) -> jax.Array:
         """Returns the array as the kernel takes it: [B|1, N|1] + [], [S], [T] or [T, S], rows padded to `row_bytes`.
 

@@ -30,7 +30,6 @@ _PARTS = {
     _Precision.DEFAULT: 2,
     _Precision.HIGH: 2,
     _Precision.HIGHEST: 3,
-    _Algorithm.DEFAULT: 2,
     _Algorithm.BF16_BF16_F32_X3: 2,
     _Algorithm.BF16_BF16_F32_X6: 3,
 }

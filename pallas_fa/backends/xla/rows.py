@@ -8,7 +8,6 @@ delta and P are parameters of the loop's body (`Group.loop_ahead`). Each chunk o
 mask allows. Decision record: xla/whole-rows-on-gpus.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +21,6 @@ from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, p
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import sinks, tile
-
-Step = Callable[[Any, Chunks, Any, Any], Any]  # (chunk of rows, keys, their interval, carry) -> carry
 
 
 def forward(problem: Problem, operands: Operands, rows: Chunks) -> tuple[Any, Any]:

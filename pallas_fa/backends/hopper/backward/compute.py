@@ -120,8 +120,7 @@ def _head(w, n, done, accs):
     Returns the steps after.
     """
     plan, block, table = w.plan, w.block, w.gmem.visit_table
-    first, last = plan.visits.of_block(table, block.b, n, block.number)
-    visits = plan.visits.of_part(table, block.b, n, block.number, w.wg if plan.visits.parts > 1 else 0)
+    (first, last), visits = w.visits(n)
     scalars, dropout = w.scalars(n), w.dropout(n)
     sums = tuple(plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_ROW) for _ in plan.score_gradients.summed)
 

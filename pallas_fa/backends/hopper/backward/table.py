@@ -83,7 +83,10 @@ STATISTICS_LAST = Table(
 
 # Of the fused pass at H=64. Their second slots for keys and values may not fit beside arrays: then a CTA for each block.
 PERSISTENT = Table(
-    "backward/persistent-ctas", Row(True, length=up_to(1024), queries=up_to(1024), group=up_to(7)), Row(False)
+    "backward/persistent-ctas",
+    Row(True, length=up_to(64), queries=up_to(128)),
+    Row(True, length=up_to(640), queries=up_to(640), masked=False),
+    Row(False),
 )
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.dropout import HeadDropout
+from pallas_fa.backends.gpu.schedule import Visits
 from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
@@ -45,6 +46,9 @@ class Warpgroup:
         # Where the pass does not read it, and the tiles are alike, it shares memory with the other.
         self.stationary_pv_name = "stationary_pv" if "stationary_pv_smem" in scratch else "stationary_qk"
         self.stationary_pv = block.slot_of(matrix(self.stationary_pv_name))
+        # Of a block's only query head they are read here, while its operands are loaded.
+        self._scalars = self._load_scalars(block.head) if self._has_one_head else None
+        self._visits = self._load_visits(block.head) if self._has_one_head and not plan.visits.known else None
 
     def first_chunk(self, accs: Any) -> Any:
         """Returns the first of the chunks whose gradients are `accs`."""
@@ -87,8 +91,25 @@ class Warpgroup:
         dropout = self.plan.problem.dropout
         return dropout and HeadDropout.load(dropout, self.gmem.dropout, self.block.b, n, self.plan.interpret)
 
+    @property
+    def _has_one_head(self):
+        return not self.plan.kind.keys_stationary or self.plan.problem.group == 1
+
+    def visits(self, n: Any) -> tuple[tuple[Any, Any], Visits]:
+        """Returns the tiles [first, last) that the block visits for query head n, and the visits of this warpgroup."""
+        return self._load_visits(n) if self._visits is None else self._visits
+
+    def _load_visits(self, n):
+        visits, block, table = self.plan.visits, self.block, self.gmem.visit_table
+        part = self.wg if visits.parts > 1 else 0
+        of_block = visits.of_block(table, block.b, n, block.number)
+        return of_block, visits.of_part(table, block.b, n, block.number, part)
+
     def scalars(self, n: Any) -> dict[int, Any]:
         """Returns the arrays without positions, by number, for query head n."""
+        return self._load_scalars(n) if self._scalars is None else self._scalars
+
+    def _load_scalars(self, n):
         arrays = self.plan.arrays
         return {i: self.gmem.arrays[i][arrays[i].index(self.block.b, n)] for i in arrays.of_kind("scalar")}
 

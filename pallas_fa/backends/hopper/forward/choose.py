@@ -33,6 +33,7 @@ def _facts(problem):
         visit_table=bool(jax.tree.leaves(problem.mask)),
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
         split=products.parts_of(problem) > 1,
+        windowed=_is_windowed(problem),
     )
 
 
@@ -45,3 +46,11 @@ def _is_uniform(problem):
     starts = np.arange(0, problem.dims.T, 64)
     ask = lambda mask: (mask.kv_range(starts, starts + 64), mask.full_kv_range(starts, starts + 64))
     return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, problem.mask)))
+
+
+def _is_windowed(problem):
+    T = problem.dims.T
+    if problem.mask is None or jax.tree.leaves(problem.mask):
+        return False
+    first, _ = problem.mask.kv_range(np.array([T - 64]), np.array([T]))
+    return bool(np.any(np.asarray(first) > 0))

@@ -23,6 +23,7 @@ class ForwardFacts(NamedTuple):
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
     packed: it has segment ids or blocks, so these keys may be few.
     split: operands are in two parts.
+    windowed: the mask, without arrays, rules out keys before the last queries.
     """
 
     head_dim: int
@@ -34,13 +35,13 @@ class ForwardFacts(NamedTuple):
     visit_table: bool
     packed: bool
     split: bool
+    windowed: bool = False
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
-_LONG = at_least(8193)
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
 _LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
@@ -79,16 +80,16 @@ TILES = Table(
         "forward/persistent-ctas",
         **_H64,
         uniform=True,
-        length=up_to(1024),
-        keys=up_to(1024),
+        length=up_to(512),
+        keys=up_to(512),
     ),
     Row(
         (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
         "forward/persistent-ctas",
         **_H64,
         visit_table=True,
-        length=up_to(1024),
-        keys=up_to(1024),
+        length=up_to(512),
+        keys=up_to(512),
     ),
     Row(
         (
@@ -110,10 +111,7 @@ TILES = Table(
         "forward/key-blocks-of-16",
         **_H128,
         uniform=True,
-        length=_LONG,
-    ),
-    Row(
-        _two_warpgroups(l2_head_group=4, **_LATE), "forward/rescale-under-qk", **_H128, visit_table=False, length=_LONG
+        length=at_least(8193),
     ),
     Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
@@ -133,7 +131,7 @@ TILES = Table(
 PERSISTENT = Table(
     "forward/persistent-ctas",
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
-    Row(True, **_H64, split=False, packed=False, length=up_to(1024), keys=up_to(1024)),
+    Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(False),
 )
 
@@ -147,7 +145,7 @@ PAIRS = Table(
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
     Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
-    Row((4, 2, 1, 0), **_H128, uniform=False, length=up_to(8192)),
+    Row((4, 2, 1, 0), **_H128, uniform=False, windowed=False, length=up_to(8192)),
     Row((0,)),
 )
 

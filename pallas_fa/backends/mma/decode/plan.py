@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid
 from pallas_fa.backends.mma.config import DecodeConfig
@@ -29,6 +30,12 @@ class DecodePlan(ForwardCore):
 
     config: DecodeConfig
     rows_first: bool = False  # queries are in the layout "BNTH", whatever the problem's is
+
+    @functools.cached_property
+    def arrays(self) -> KernelArrays:
+        """The arrays of score and mask; parts of 16 keys ask for more than one byte an element."""
+        found = super().arrays
+        return dataclasses.replace(found, arrays=tuple(array.widened() for array in found))
 
     @property
     def query_layout(self) -> Layout:
