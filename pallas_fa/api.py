@@ -95,7 +95,7 @@ def dot_product_attention(
         raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function". Values still come from the
         implementation; tangents, and here gradients too, from XLA in O(T) memory, in any order.
       dropout_rate: in [0, 1), static: the share of probabilities that are set to 0, after the softmax; the others are
-        divided by 1 - rate, and lse is that without dropout. Rounded to a multiple of 2^-16, which the scale follows.
+        divided by 1 - rate, and lse is that without dropout. Rounded to a multiple of 2^-15, which the scale follows.
       dropout_key: one JAX PRNG key, typed or raw; required if `dropout_rate` > 0. What is dropped is a function of its bits
         and of the indices (b, n, t, s) in the whole problem: of no implementation, tile size, direction or sharding. Inside
         `jax.shard_map` the whole problem is that of the shard: fold the position of the device into the key.

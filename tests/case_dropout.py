@@ -18,12 +18,12 @@ def philox2x32(first: Any, second: Any, key: Any, rounds: int) -> tuple[np.ndarr
 
 
 def multipliers(words: np.ndarray, rate: float, b: Any, n: Any, t: Any, s: Any) -> np.ndarray:
-    """0 or 1 / (1 - rate), of a multiple of 2^-16, at these integer indices, which broadcast against each other."""
+    """0 or 1 / (1 - rate), of a multiple of 2^-15, at these integer indices, which broadcast against each other."""
     b, n, t, s = (np.asarray(x, np.uint64) for x in (b, n, t, s))
     for word in words:
         b, n = philox2x32(b, n, word, 10)
     pair = philox2x32((t - (t & 8)) ^ n, s - (s & 8), b, 7)
     word = np.where(t & 8, pair[1], pair[0])
-    bits = np.where(s & 8, word >> np.uint64(16), word & np.uint64(0xFFFF))
-    threshold = round(rate * 65536)
-    return (bits >= threshold) / (1 - threshold / 65536)
+    bits = np.where(s & 8, word >> np.uint64(16), word) & np.uint64(0x7FFF)
+    threshold = round(rate * 2**15)
+    return (bits >= threshold) / (1 - threshold / 2**15)

@@ -74,15 +74,15 @@ def test_batch_entries_and_heads_may_share(implementation):
     np.testing.assert_allclose(kept(words, implementation=implementation, broadcast_dropout=True), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rate", (0.5 / 2**16, 1e-9))
+@pytest.mark.parametrize("rate", (0.5 / 2**15, 1e-9))
 def test_a_rate_that_rounds_to_zero_drops_nothing(rate):
     np.testing.assert_allclose(kept(jax.random.key(0), rate=rate), 1, rtol=1e-5)
 
 
 def test_a_rate_near_one_keeps_some():
-    """The largest rate is 1 - 2^-16, and the scale is its own."""
+    """The largest rate is 1 - 2^-15, and the scale is its own."""
     found = kept(jax.random.key(0), T=256, S=256, B=1, N=8, rate=1 - 1e-9)
-    assert set(np.unique(np.round(found))) == {0, 2**16}
+    assert set(np.unique(np.round(found))) == {0, 2**15}
 
 
 def test_rate_zero_is_the_same_program():
@@ -260,40 +260,71 @@ def test_devices_of_a_mesh_drop_their_own(shape):
 
 
 class _Words:
-    """`arith` and `vector` on NumPy arrays that hold a value for each thread of a warpgroup."""
+    """`arith`, `llvm` and `vector` on NumPy arrays that hold a value for each thread of a warpgroup."""
 
     class CmpIPredicate:
-        uge = None
+        ne = None
 
     addi = staticmethod(lambda a, b: (a + b) % 2**32)
     xori = staticmethod(lambda a, b: a ^ b)
-    shli = staticmethod(lambda a, b: (a << b) % 2**32)
+    andi = staticmethod(lambda a, b: a & b)
+    ori = staticmethod(lambda a, b: a | b)
     mului_extended = staticmethod(lambda a, b: (a * b % 2**32, a * b // 2**32))
-    cmpi = staticmethod(lambda predicate, a, b: a >= b)
+    cmpi = staticmethod(lambda predicate, a, b: a != b)
     select = staticmethod(np.where)
-    negf = staticmethod(lambda a: -a)
     constant = staticmethod(lambda type, x: x)
     from_elements = staticmethod(lambda type, elements: np.stack(elements, -1))
     extract = staticmethod(lambda x, dynamic_position, static_position: x[..., static_position[0]])
 
+    @staticmethod
+    def inline_asm(type, operands, text, constraints, has_side_effects):
+        if text.startswith("shfl"):  # of the key, which is the same in all threads
+            return operands[0]
+        # The low 15 bits of each half as a float16 number, as abs.f16x2 and set.f16x2 have it.
+        word, bound = (np.asarray(x, np.uint64).astype(np.uint32)[..., None].view(np.uint16) for x in operands)
+        x, bound = abs(word.view(np.float16)), bound.view(np.float16)
+        found = {"geu": ~(x < bound), "lt.": x < bound}[text.split("set.")[1][:3]]
+        return np.where(found, 0xFFFF, 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
 
-@pytest.mark.parametrize("keys_by_queries", (False, True))
-@pytest.mark.parametrize("negate", (False, True))
-def test_what_a_thread_does_with_its_registers(keys_by_queries, negate, monkeypatch):
-    """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
+
+def in_numpy(monkeypatch):
+    """Returns the module of dropout in the kernels, whose operations on registers are now those of `_Words`."""
     from pallas_fa.backends.gpu import dropout as kernel
 
-    columns, threshold, key, offset = 64, 20000, 0x12345678, 0x9ABCDEF0
-    thread = np.arange(128)
+    for name in ("arith", "llvm", "vector"):
+        monkeypatch.setattr(kernel, name, _Words)
+    monkeypatch.setattr(kernel, "_word", lambda x: np.uint64(x % 2**32))
+    types = dict(F32Type=None, VectorType=None, IntegerType=SimpleNamespace(get_signless=lambda bits: None))
+    types |= {name: SimpleNamespace(get=lambda *args: None) for name in ("F32Type", "VectorType")}
+    monkeypatch.setattr(kernel, "ir", SimpleNamespace(FloatAttr=SimpleNamespace(get=lambda type, x: x), **types))
+    monkeypatch.setattr(kernel, "mgpu", SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers))
+    return kernel
+
+
+@pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7FFF))
+def test_two_decisions_at_once(threshold, monkeypatch):
+    """By a comparison of float16 numbers, among which are denormal ones, infinity and NaN."""
+    bits = np.arange(2**16, dtype=np.uint64)
+    words = bits << np.uint64(16) | bits[::-1]
+    found = in_numpy(monkeypatch)._at_least(words, threshold)
+    wanted = np.where((bits & 0x7FFF) >= threshold, 0xFFFF, 0).astype(np.uint64)
+    np.testing.assert_array_equal(found, wanted << np.uint64(16) | wanted[::-1])
+
+
+@pytest.mark.parametrize("keys_by_queries", (False, True))
+def test_what_a_thread_does_with_its_registers(keys_by_queries, monkeypatch):
+    """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
+    shape, threshold, seeds, first = (64, 144), 10000, (0x12345678, 0x9ABCDEF0), np.uint64(48)
+    kernel, thread = in_numpy(monkeypatch), np.arange(128, dtype=np.uint64)
     row = lambda half: 16 * (thread // 32) + thread % 32 // 4 + 8 * half  # of the layout of wgmma's results
-    column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2)
-    values = np.random.default_rng(0).random((64, columns))
+    column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2, dtype=np.uint64)
+    x = np.random.default_rng(0).random(shape)
 
     def registers(shape, contents):
         array = np.empty(len(contents), object)
-        for i, x in enumerate(contents):
-            array[i] = Register(x)
-        return SimpleNamespace(registers=array.reshape(shape), shape=(64, columns), layout=None)
+        for i, values in enumerate(contents):
+            array[i] = Register(values)
+        return SimpleNamespace(registers=array.reshape(shape), shape=x.shape, layout=None)
 
     class Register(np.ndarray):
         type = None
@@ -301,25 +332,30 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, negate, monkeypa
         def __new__(cls, x):
             return np.asarray(x).view(cls)
 
-    for name in ("arith", "vector"):
-        monkeypatch.setattr(kernel, name, _Words)
-    monkeypatch.setattr(kernel, "_word", lambda x: np.uint64(x % 2**32))
-    monkeypatch.setattr(kernel, "ir", SimpleNamespace(FloatAttr=SimpleNamespace(get=lambda type, x: x)))
-    monkeypatch.setattr(kernel, "mgpu", SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers))
-    places = [(tile, half) for tile in range(columns // 8) for half in range(2)]
-    x = registers((1, columns // 8, 1, 1, 2), [values[row(h)[:, None], column(tile)] for tile, h in places])
-    in_t = lambda positions, is_t: ((positions & ~8) ^ (offset if is_t else 0)).astype(np.uint64)
-    rows = registers((1, 1, 2), [in_t(row(h), not keys_by_queries)[:, None] for h in range(2)])
-    tiles = registers((columns // 8, 1, 1), [in_t(column(tile), keys_by_queries) for tile in range(columns // 8)])
-    seed = SimpleNamespace(registers={(): np.uint64(key)})
-    found = kernel._Select(threshold, keys_by_queries, negate)(None, x, rows, tiles, seed).reshape(-1)
+    places = [(tile, half) for tile in range(shape[1] // 8) for half in range(2)]
+    tiled = registers(
+        (1, shape[1] // 8, 1, 1, 2), [x[row(h)[:, None].astype(int), column(tile).astype(int)] for tile, h in places]
+    )
+    rows = registers((1, 1, 2), [first + row(h)[:, None] for h in range(2)])
+    columns = registers((shape[1] // 8, 1, 1), [column(tile) for tile in range(shape[1] // 8)])
+    key, offset = (np.uint64(x) for x in seeds)
+    packed = kernel._Packed(shape, keys_by_queries, threshold)
+    words = packed.draw(
+        None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset})
+    )
+    assert len(words) == 3
+    found = packed.select(None, tiled, *(SimpleNamespace(registers=word) for word in words)).reshape(-1)
 
-    seeds = tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in (key, offset))
-    t, s = jnp.arange(columns if keys_by_queries else 64)[:, None], jnp.arange(64 if keys_by_queries else columns)
-    keeps = np.asarray(Dropout(seeds, threshold).keeps(t, s)[0, 0])
-    want = np.where(keeps.T if keys_by_queries else keeps, values, -values if negate else 0)
+    r, c = first + np.arange(shape[0]), np.arange(shape[1])
+    t, s = (c[:, None], r[None]) if keys_by_queries else (r[:, None], c[None])
+    keeps = np.asarray(
+        Dropout(tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in seeds), threshold).keeps(t, s)[0, 0]
+    )
+    want = np.where(keeps.T if keys_by_queries else keeps, x, 0)
     for (tile, h), got in zip(places, found, strict=True):
-        np.testing.assert_array_equal(np.asarray(got, np.float64), want[row(h)[:, None], column(tile)])
+        np.testing.assert_array_equal(
+            np.asarray(got, np.float64), want[row(h)[:, None].astype(int), column(tile).astype(int)]
+        )
 
 
 @pytest.mark.parametrize("rows", (32, 24))

@@ -4,8 +4,8 @@ The words of the key, batch entry and query head make two words (`Dropout.of`), 
 random bits (`Dropout.keeps`). So every implementation, tile size, direction and shard drops the same elements, and the
 backward stores no bits but generates them again.
 
-A call of Philox2x32-7 gives 64 bits, 16 for each of the four elements {t, t ^ 8} x {s, s ^ 8}. On the tensor cores, one
-thread holds these four, as queries by keys and as keys by queries.
+A call of Philox2x32-7 gives 64 bits, of which 15 decide each of the four elements {t, t ^ 8} x {s, s ^ 8}. On the tensor
+cores, one thread holds these four, as queries by keys and as keys by queries.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from pallas_fa.softmax.philox import philox2x32
 ROUNDS = 7
 PARTNER = 8  # positions t and t ^ PARTNER share a call of the generator
 _ROUNDS_OF_SEEDS = 10
-_DECISION_BITS = 16
+DECISION_BITS = 15  # the low ones of each half of a word: two halves are compared in one instruction
+_HALF = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Dropout(Node):
 
     Attributes:
       seeds: two uint32 [B|1, N|1, 1, 1]: what the key makes of each batch entry and query head.
-      threshold: an element is dropped if its 16 bits are less; 1..65535.
+      threshold: an element is dropped if its 15 bits are less; 1..32767.
       first_query: the position of the first query in the whole problem: an int, or int32 [1, 1, 1, 1].
       first_key: that of the first key.
       aligned: whether both are known to be multiples of 16.
@@ -45,18 +46,18 @@ class Dropout(Node):
 
     @classmethod
     def of(cls, words: Any, rate: float, B: int, N: int, broadcast: bool) -> Self | None:
-        """Returns the dropout of a call; None where the rate is less than half of 2^-16.
+        """Returns the dropout of a call; None where the rate is less than half of 2^-15.
 
         The seeds of two heads of one call differ: (batch entry, query head) is encrypted by each word of the key in turn.
 
         Args:
           words: uint32 [words], the key.
-          rate: in [0, 1), rounded to a multiple of 2^-16.
+          rate: in [0, 1), rounded to a multiple of 2^-15.
           B: batch entries.
           N: query heads.
           broadcast: whether all batch entries and heads share their bits.
         """
-        threshold = min(round(rate * 2**_DECISION_BITS), 2**_DECISION_BITS - 1)
+        threshold = min(round(rate * 2**DECISION_BITS), 2**DECISION_BITS - 1)
         if not threshold:
             return None
         B, N = (1, 1) if broadcast else (B, N)
@@ -70,7 +71,7 @@ class Dropout(Node):
     @property
     def scale(self) -> float:
         """1 / (1 - rate), for the rate that the threshold gives exactly."""
-        return 2**_DECISION_BITS / (2**_DECISION_BITS - self.threshold)
+        return 2**DECISION_BITS / (2**DECISION_BITS - self.threshold)
 
     def moved(self, part: Part) -> "Dropout":
         """Returns this dropout at the positions of `part`, which start at 0; seeds are already those of the part.
@@ -98,7 +99,7 @@ class Dropout(Node):
         first, others = (jnp.uint32(PARTNER), ~jnp.uint32(PARTNER))
         words = philox2x32((t & others) ^ offset, s & others, key, ROUNDS)
         word = jnp.where((t & first) != 0, words[1], words[0])
-        bits = jnp.where((s & first) != 0, word >> _DECISION_BITS, word & jnp.uint32(2**_DECISION_BITS - 1))
+        bits = jnp.where((s & first) != 0, word >> _HALF, word) & jnp.uint32(2**DECISION_BITS - 1)
         return bits >= jnp.uint32(self.threshold)
 
     def apply(self, x: Any, t: Any, s: Any) -> Any:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
-from pallas_fa.backends.gpu.dropout import HeadDropout
+from pallas_fa.backends.gpu.dropout import HeadDropout, Kept
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
@@ -31,6 +31,14 @@ class TilePlace(NamedTuple):
     is_boundary: bool
     scalars: dict[int, Any]
     dropout: HeadDropout | None
+
+    def kept(self, plan: BackwardCore) -> Kept | None:
+        """Returns what dropout keeps of the tile; None without dropout."""
+        if self.dropout is None:
+            return None
+        by_keys, shape = plan.kind.keys_stationary, (plan.config.rows, plan.config.width)
+        t0, s0 = (self.streamed, self.stationary) if by_keys else (self.stationary, self.streamed)
+        return self.dropout.draw(shape, t0, s0, keys_by_queries=by_keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,35 +85,15 @@ class TileOfLogits:
         """Returns x, with 0 in the places of pairs that are not allowed."""
         return x if self.allowed is None else jnp.where(self.allowed, x, 0.0)
 
-    def dropped(self, plan: BackwardCore, p: Any) -> Any:
-        """Returns P after dropout, unscaled; where dS is computed from it, -P in the places of what is dropped."""
-        keys_by_queries, at = plan.kind.keys_stationary, self.at
-        if at.dropout is None:
-            return p
-        t0, s0 = (at.streamed, at.stationary) if keys_by_queries else (at.stationary, at.streamed)
-        options = dict(keys_by_queries=keys_by_queries, negate=plan.kind.accumulates_qk)
-        return at.dropout.apply(p, t0, s0, **options)
-
-    def kept(self, plan: BackwardCore, p: Any) -> Any:
-        """Returns the operand of the matmul for dV, from what `dropped` gave."""
-        return jnp.maximum(p, 0.0) if self.at.dropout and plan.kind.accumulates_qk else p
-
-    def d_logits(
-        self, plan: BackwardCore, x: Any, p: Any, dp: Any, neg_delta: Callable[[], Any], may_be_nan: bool
-    ) -> tuple[Any, list[Any]]:
-        """Returns (dS, the gradients of the score's float arrays in this tile).
+    def before_score(self, plan: BackwardCore, x: Any, ds: Any, may_be_nan: bool) -> tuple[Any, list[Any]]:
+        """Returns (dS of the logits before the score, the gradients of the score's float arrays in this tile).
 
         Args:
           plan: the pass's.
           x: scaled logits before the score; not used without one.
-          p: what `dropped` gave.
-          dp: dO V^T - delta.
-          neg_delta: returns -delta, broadcast to the tile.
+          ds: P (dP - delta).
           may_be_nan: whether there may be NaN behind the mask; 0 * NaN is NaN.
         """
-        if self.at.dropout:  # P < 0 where it is dropped: dP is 0 there, and only -delta remains
-            p, dp = abs(p), jnp.where(p > 0.0, dp, neg_delta())
-        ds = p * dp
         if may_be_nan:
             ds = self.zero_where_masked(ds)
         if plan.problem.score is None:

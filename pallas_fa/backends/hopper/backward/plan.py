@@ -71,6 +71,11 @@ class BackwardPlan(BackwardCore):
         return self.config.statistics_last and not in_the_way
 
     @property
+    def delta_first(self) -> bool:
+        """Whether the accumulator of dP starts at -delta."""
+        return not self.statistics_last and self.problem.dropout is None
+
+    @property
     def lse_factor(self) -> float:
         """What lse is multiplied by for the kernel (see `probabilities`)."""
         if self.problem.score is not None or self.problem.scale <= 0:

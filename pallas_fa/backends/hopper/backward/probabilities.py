@@ -43,7 +43,7 @@ def probabilities(
         # Both start before the first matmul: ptxas would make them wait for it.
         if not plan.scored and not statistics_last:
             s_acc[...] = statistic("neg_lse", slots.qk)
-        if kind.accumulates_qk and not statistics_last:
+        if kind.accumulates_qk and plan.delta_first:
             dp_acc[...] = statistic("delta", slots.pv)
         if plan.chunked:
             chunks.products(w, done, rows, slots.qk, {"qk": s_acc} | ({"pv": dp_acc} if kind.accumulates_qk else {}))
@@ -62,6 +62,7 @@ def probabilities(
         return after_products(s_acc, dp_acc, issued)
 
     def after_products(s_acc, dp_acc: Any, issued):
+        kept = at.kept(plan)
         s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
@@ -72,15 +73,17 @@ def probabilities(
             x, p = None, jnp.exp2(s * (scale * LOG2E) + statistic("neg_lse", slots.qk))
         else:
             x, p = None, jnp.exp2(s * (scale * LOG2E))
-        p = tile.dropped(plan, tile.zero_where_masked(p))
-        p_operand = products.operand(problem, tile.kept(plan, p)) if kind.accumulates_pv else None
+        p = tile.zero_where_masked(p)
+        kept_p = p if kept is None else kept.select(p)
+        p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
         dp = wgmma.result(dp_acc, in_flight=0)
-        neg_delta = lambda: statistic("delta", slots.pv)
-        if statistics_last:
-            dp = dp + neg_delta()
-        ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, plan.padding.behind_mask or plan.scored)
+        if kept is not None:  # delta is that of all P
+            ds = kept_p * dp + p * statistic("delta", slots.pv)
+        else:
+            ds = p * (dp if plan.delta_first else dp + statistic("delta", slots.pv))
+        ds, gradients = tile.before_score(plan, x, ds, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
         return p_operand, products.operand(problem, ds), new_sums
 

@@ -149,6 +149,7 @@ class Compute:
             self._let_next_issue()
             return self._products(x_acc, slot, issued=0)
 
+        kept = self._kept(i, visited)
         x = self.wgmma.scoped(first_products, (64, plan.config.block_kv))
         if plan.zeroes_padding:
             pl.when(self.wg == 0)(lambda: self._zero_padding(slot))
@@ -161,7 +162,7 @@ class Compute:
         factor = None
         if plan.rescales_under_qk:
             factor = plgpu.layout_cast(jnp.ones((64,), jnp.float32), per_query)
-        return acc, factor, m, l, products.operand(plan.problem, self._dropped(p, i, visited))
+        return acc, factor, m, l, products.operand(plan.problem, p if kept is None else kept.select(p))
 
     def _before_first_step(self):
         """Returns the maximum and the partial sums of no keys: of the sink alone where the softmax starts at it."""
@@ -178,9 +179,12 @@ class Compute:
         """What the maximum is a multiple of (see `online_softmax`)."""
         return 1 / LOG2E if self.plan.problem.score is None else self.factor
 
-    def _dropped(self, p, i, visited):
-        """Returns the probabilities of step i after dropout, which the epilogue scales."""
-        return p if self.dropout is None else self.dropout.apply(p, self.t0, self.logits.first_key(i, visited))
+    def _kept(self, i, visited):
+        """Returns what dropout keeps of the probabilities of step i, which the epilogue scales; None without dropout."""
+        if self.dropout is None:
+            return None
+        shape, s0 = (64, self.plan.config.block_kv), self.logits.first_key(i, visited)
+        return self.dropout.draw(shape, self.t0, s0)
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -202,11 +206,12 @@ class Compute:
             self._let_next_issue()
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
-            results = l_i, self._dropped(p_i, i, visited), *of_max
+            results = l_i, p_i if kept is None else kept.select(p_i), *of_max
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[2 if plan.pins_maximum else 0]
             return results
 
+        kept = self._kept(i, visited)  # slower between matmuls (evidence: library/dropout-by-philox)
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(k_slot)[0]])
         self._wait_to_issue()
         acc, (l, p, *new_max) = self.wgmma.scoped(matmuls, (64, plan.config.block_kv))

@@ -135,14 +135,17 @@ class Backward:
         if plan.config.stages > 1:
             load_next()
         streamed_qk, streamed_pv = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
+        at = self._place(head, is_boundary, i)
+        kept = at.kept(plan)  # before tiles of logits fill the registers
+        drop = lambda x: x if kept is None else kept.select(x)
         s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
-        tile, x, p = self._probabilities(head, is_boundary, i, s, slot)
+        tile, x, p = self._probabilities(at, s, slot)
         if kind.accumulates_pv:
-            sums = sums._replace(pv=self.mma.plus_product(sums.pv, tile.kept(plan, p), streamed_pv))
+            sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), streamed_pv))
         if kind.accumulates_qk:
-            neg_delta = lambda: self._statistic("delta", slot, p.shape)
-            dp = self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv) + neg_delta()
-            ds, gradients = tile.d_logits(plan, x, p, dp, neg_delta, may_be_nan=plan.scored)
+            dp = drop(self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv))
+            ds = p * (dp + self._statistic("delta", slot, p.shape))
+            ds, gradients = tile.before_score(plan, x, ds, may_be_nan=plan.scored)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
         if plan.config.stages == 1:
@@ -150,13 +153,15 @@ class Backward:
             load_next()
         return sums
 
-    def _probabilities(self, head, is_boundary, i, s, slot):
-        """(the tile, scaled logits before the score, P)"""
-        plan, scale = self.plan, self.plan.problem.scale
+    def _place(self, head, is_boundary, i):
         number = self._tile(head, i)
         scalars = head.scalars | self._words(head.n, number) if is_boundary else head.scalars
-        streamed = number * plan.config.width
-        at = TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
+        streamed = number * self.plan.config.width
+        return TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
+
+    def _probabilities(self, at, s, slot):
+        """(the tile, scaled logits before the score, P)"""
+        plan, scale = self.plan, self.plan.problem.scale
         tile = TileOfLogits.of(plan, at, lambda a: self._array(a, slot, s.shape))
         neg_lse = self._statistic("neg_lse", slot, s.shape)
         if plan.problem.score is None:  # in units of log 2
@@ -165,7 +170,7 @@ class Backward:
             x = s * scale
             # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
             p = jnp.exp2((tile.scores(x) + neg_lse) * LOG2E)
-        return tile, x, tile.dropped(plan, tile.zero_where_masked(p))
+        return tile, x, tile.zero_where_masked(p)
 
     def _plus_gradients(self, at, gradients, sums):
         """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""

@@ -88,7 +88,7 @@ class Forward(QueryBlock):
             m, rescale = of_max
             acc = self.mma.times_rows(acc, rescale)
         if self.dropout is not None:
-            p = self.dropout.apply(p, self.t0, s0)
+            p = self.dropout.draw(p.shape, self.t0, s0).select(p)
         return self.mma.plus_product(acc, p, scratch["v_smem"].at[slot]), m, l
 
     def _finish(self, acc, m, l):
