@@ -227,9 +227,9 @@ def _input_dtypes(inputs):
 
 def _error(case, implementation, name, x, base, want, size=None, dtype=None):
     if size is None:
-        # Where the truth is nothing but cancellation (one key: softmax is constant), what cancels are sums of Hv products.
+        # Where the truth is nothing but cancellation (one key: softmax is constant), errors are on the scale of the inputs.
         largest = np.max(np.abs(want), initial=0, where=np.isfinite(want))
-        size = largest if largest > 1e-9 else np.sqrt(case.Hv)
+        size = largest if largest > 1e-9 else 1.0
     biggest, mean = _distance(x, want, size)
     inputs_dtype, dtype = numpy_dtype(case.dtype), dtype or x.dtype
     # Rounded once: the result to its own dtype, or something on the way to it to that of the inputs.
