@@ -34,6 +34,8 @@ EXCEPTIONS = {
     ("hopper forward", 64, hopper.ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16)): {
         "sm_90a": 128
     },
+    # Taken where arrays leave no room for the first tile of H=96; not timed.
+    ("hopper backward", 96, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2, store_warps=2)): {"sm_90a": 96},
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (2, 1), 1, stagger=2)): {"sm_90a": 64},
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2)): {"sm_90a": 96},
     ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): {"sm_90a": 128},
