@@ -56,14 +56,7 @@ def test_many_rows_are_several_query_blocks():
 
 @pytest.mark.parametrize("K", [2, of_hopper.N])
 def test_the_other_layout(K):
-    q, k, v = of_hopper.inputs(3, K=K)
-    keywords = {"mask": of_hopper.BOTTOM_RIGHT, "sinks": jnp.zeros(of_hopper.N), "config": Config(decode=TILES[0])}
-    (out, lse), _ = interpreted(*normalise(q, k, v, **keywords), decode)
-    transposed = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    (other, other_lse), races = interpreted(*normalise(*transposed, layout="BNTH", **keywords), decode)
-    assert not races
-    np.testing.assert_array_equal(np.asarray(jnp.swapaxes(other, 1, 2), np.float32), np.asarray(out, np.float32))
-    np.testing.assert_allclose(other_lse, lse, rtol=1e-6)
+    of_hopper.assert_alike_in_both_layouts(decode, K, config=Config(decode=TILES[0]))
 
 
 def test_padding_may_hold_nan():

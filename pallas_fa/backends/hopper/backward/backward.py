@@ -79,7 +79,6 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
     `operands`: q, k and v as the kernel reads them. `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
-    is_result = dq is not None and (dq.first_store or not dq.start)  # else it is added to
     starts = [jnp.full(shape, zero, dtype) for shape, dtype in ([dq.start] if dq and dq.start else [])]
     added = [jax.new_ref(x) for x in (*starts, *(jnp.full(plan.added_shape(i), zero) for i in scores.added))]
     B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
@@ -96,7 +95,7 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
         *plan.in_memory(operands),
         *added,
         out_type=(
-            *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and is_result else ()),
+            *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and dq.is_result else ()),
             *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
@@ -107,7 +106,7 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
     results, added = list(results), [jax.freeze(ref) for ref in added]
     found = {}
     if dq:
-        sums = (results if is_result else added).pop(0)
+        sums = (results if dq.is_result else added).pop(0)
         claims = added.pop(0) if dq.first_store else None
         found["dq"] = sums if dq.is_final else _dq(plan, dq, sums, claims)
     return found | plan.gradients(operands, results, added)

@@ -54,9 +54,12 @@ class DqSums:
         """Shape and dtype of what is zero before the kernel; None for nothing."""
         if self.first_store:
             return self.claims_shape, jnp.int32
-        if self.is_final:
-            return None if self.covers else (self.shape, self.dtype)
-        return self.shape, self.dtype
+        return None if self.is_final and self.covers else (self.shape, self.dtype)
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the kernel stores it into memory of its own; else it writes into what `start` says."""
+        return self.first_store or self.start is None
 
     @property
     def dtype(self) -> Any:

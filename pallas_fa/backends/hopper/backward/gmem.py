@@ -38,8 +38,8 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     dropout = None if plan.problem.dropout is None else queue.pop(0)
     dq = queue.pop(0) if plan.dq and plan.dq.start else None
     added = dict(zip(scores.added, take(len(scores.added)), strict=True))
-    claims, sums = (None, dq)
-    if plan.dq and (plan.dq.first_store or not plan.dq.start):
+    claims, sums = None, dq
+    if plan.dq and plan.dq.is_result:
         claims, sums = dq, queue.pop(0)
     gradients = dict(zip(plan.kind.stored, take(len(plan.kind.stored)), strict=True))
     summed = dict(zip(scores.summed, queue, strict=True))

@@ -44,6 +44,7 @@ _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
+_SHORT = ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL
 _LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
 _WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
@@ -76,7 +77,7 @@ TILES = Table(
         keys=Span(129, 256),
     ),
     Row(
-        (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
+        _SHORT,
         "forward/persistent-ctas",
         **_H64,
         uniform=True,
@@ -84,7 +85,7 @@ TILES = Table(
         keys=up_to(512),
     ),
     Row(
-        (ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL),
+        _SHORT,
         "forward/persistent-ctas",
         **_H64,
         visit_table=True,
