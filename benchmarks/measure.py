@@ -160,22 +160,32 @@ class Program(Compiled):
 
 
 def _repeated(fn: Callable[..., Any], repeats: int) -> Callable[..., Any]:
-    """Returns `fn(arrays, *others)`, called `repeats` times in one program that gives the results of the last call.
+    """Returns `fn(arrays, masks, *d_out)`, called `repeats` times in one program that gives the results of the last call.
 
-    The compiler can neither drop a call nor move it out of the loop: to the next one's queries a result is added, times
-    a zero that it does not know.
+    Before each call one element of the queries, and of the output's gradient, gets the sum of all results before, an
+    element of each, times a zero that the compiler does not know. So it can't drop a call or a part of it, nor move
+    anything out of the loop; and since the loop carries both arrays, nothing is copied.
     """
     if repeats == 1:
         return fn
 
-    def program(arrays, *others):
-        first = lambda tree: jax.tree.leaves(tree)[0].reshape(-1)[0]
-        zero = jax.numpy.minimum(jax.numpy.abs(first(arrays)), 0)
+    def program(arrays, masks, *d_out):
+        element = lambda x: x[(0,) * x.ndim]
+        zero = jax.numpy.minimum(jax.numpy.abs(element(arrays["query"])), 0).astype("float32")
 
-        def body(_, results):
-            return fn(arrays | {"query": arrays["query"] + zero * first(results).astype(zero.dtype)}, *others)
+        def moved(x, by):
+            start = (0,) * x.ndim
+            return jax.lax.dynamic_update_slice(x, (element(x) + by).astype(x.dtype).reshape((1,) * x.ndim), start)
 
-        return jax.lax.fori_loop(1, repeats, body, fn(arrays, *others))
+        def call(query, *d_out):
+            return (query, *d_out), fn(arrays | {"query": query}, masks, *d_out)
+
+        def body(_, carry):
+            inputs, results = carry
+            by = zero * sum(element(leaf).astype("float32") for leaf in jax.tree.leaves(results))
+            return call(*(moved(x, by) for x in inputs))
+
+        return jax.lax.fori_loop(1, repeats, body, call(arrays["query"], *d_out))[1]
 
     return program
 

@@ -106,3 +106,14 @@ def test_a_chained_program_gives_the_results_of_one_call():
         results.append(program.results(program.bind([w.inputs()]).first()[0]))
     for name, x in results[0].items():
         assert rows.distance(x, results[1][name]) < 1e-6, name
+
+
+def test_nothing_of_a_chained_program_is_dropped():
+    w = dataclasses.replace(gate_workloads()[0], B=1, T=12, S=12, N=2, K=2, H=8, Hv=8, dtype="float32")
+    operations = []
+    for repeats in (1, 2):  # XLA makes no loop of two calls
+        program = measure.Program(parse("pallas_fa:reference"), w, "fwdbwd", repeats)
+        program.compile()
+        assert program.run is not None
+        operations.append(program.run.cost_analysis()["flops"])  # type: ignore[attr-defined]
+    assert operations[1] > 1.9 * operations[0]
