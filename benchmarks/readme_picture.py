@@ -12,7 +12,11 @@ from benchmarks.rows import Row, has_time, read
 
 PATH = Path(__file__).parent.parent / "docs" / "images" / "speed.png"
 ROWS = [RESULTS / "nvidia-h200" / f"hopper-{direction}.jsonl" for direction in ("forward", "backward")]
-_NAMES = {"pallas_fa:mosaic_gpu": "pallas_fa", "jax.nn:cudnn": "cuDNN, through jax.nn", "tokamax:mosaic": "Tokamax"}
+_NAMES = {
+    "pallas_fa:mosaic_gpu": "pallas_fa",
+    "jax.nn:cudnn": "cuDNN, through jax.nn",
+    "dew_flash_attn:fa3": "FlashAttention-3, dew-flash-attn",
+}
 
 
 def draw(path: Path = PATH, files: Sequence[Path] = ROWS) -> None:
