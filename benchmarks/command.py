@@ -91,14 +91,17 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-plot", action="store_true", help="do not draw the rows at the end")
 
 
-def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """All rows of files that the command line names."""
+def read_rows(paths: Sequence[Path], *fields: str) -> list[Row]:
+    """All rows of files that the command line names, each with these fields."""
     try:
         found = read(paths)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}: the files must hold rows, one JSON object a line.") from None
     if not found:
         raise SystemExit(f"No rows in {', '.join(path.name for path in paths)}: nothing to read.")
+    if lacking := [field for field in fields if not all(field in row for row in found)]:
+        names = ", ".join(path.name for path in paths)
+        raise SystemExit(f"{names}: not all rows have the fields {', '.join(lacking)}. Name rows of another benchmark.")
     return found
 
 

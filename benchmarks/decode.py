@@ -204,13 +204,19 @@ def table(rows: Sequence[Row]) -> str:
 def _tiles(text):
     from pallas_fa.backends.hopper.config import Config, ForwardConfig
 
-    wgs, block_kv, stages, splits = map(int, text.split(","))
-    forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits)
+    try:
+        wgs, block_kv, stages, splits = map(int, text.split(","))
+        forward = ForwardConfig(wgs, block_kv, stages, pin_softmax=False, kv_splits=splits)
+    except ValueError as error:
+        told = "ask for compute warpgroups, keys of a block, stages and splits, as in 1,64,4,1"
+        raise argparse.ArgumentTypeError(f"{text!r}: {told} ({error})") from None
     return f"tiles {text}", Implementation("pallas_fa", "mosaic_gpu", "", Config(forward))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME")
     command.add_implementations(parser)
     parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
@@ -222,12 +228,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = arguments(None)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
     produced = measured(args)
     if args.processes > 1:
         take_turn = functools.partial(turns.take, args.turn)
-        produced = processes.measured(_part, sys.argv[1:], args.rows, args.processes, take_turn)
+        produced = processes.measured(_part, argv or sys.argv[1:], args.rows, args.processes, take_turn)
     command.carry_out(produced, args.out, table, plot=False)
 
 

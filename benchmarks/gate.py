@@ -1,13 +1,19 @@
 """Whether a default call is nowhere slower than the same call through `jax.nn`, from the rows of a run.
 
+python -m benchmarks.run --suite nowhere-slower      # measures and judges
+python -m benchmarks.gate ROWS                       # judges rows that are there; exits with 1 if a call is slower
+
 The limits: 0.98 of the best peer's speed; 0.90 where XLA computes the call, the longer sequence has at least 4096
 positions, and ours takes at most a fifth of the peer's temporary memory. `pallas_fa:None` is compared with every peer; a
 named implementation of ours with `jax.nn:xla`, which runs wherever it does.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from benchmarks import command
 from benchmarks.implementations import Implementation
 from benchmarks.rows import Row, has_time
 from benchmarks.workloads import Workload
@@ -87,3 +93,20 @@ def _verdict(row, group):
     saves = row.get("runs") == "xla" and max(row["shape"]["T"], row["shape"]["S"]) >= LONG
     saves = saves and peer is not None and row["temp_bytes"] <= MEMORY_SHARE * peer["temp_bytes"]
     return Verdict(row, peer, speed, LIMIT_WHERE_MEMORY_IS_SAVED if saves else LIMIT)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="+", type=Path, help="JSONL files that the suite nowhere-slower wrote")
+    fields = ("workload", "direction", "implementation", "shape", "error")
+    found = verdicts(command.read_rows(parser.parse_args(argv).rows, *fields))
+    print(report(found))
+    if any(verdict.below for verdict in found):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    command.start(main)

@@ -127,8 +127,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(f"{row['workload']:6} {row['implementation']:22} {told(row)[:110]}" for row in rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.generation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--size", choices=SIZES, default="gpt2-medium")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batches", nargs="+", type=command.positive, default=[1, 64])
@@ -138,10 +142,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=command.positive, default=5)
     parser.add_argument("--commit", default=machine.commit())
     parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "generation.jsonl")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     config = dataclasses.replace(SIZES[args.size], dtype=jax.numpy.dtype(args.dtype))
     half = config.context // 2
     length, count = args.prompt or half, (args.tokens or half) + 1  # the first comes with the reading of the prompt
+    if length > config.context:
+        parser.error(f"argument --prompt: {length}: the context of --size {args.size} is {config.context} tokens")
     about: dict[str, Any] = dict(
         suite="generation",
         size=args.size,

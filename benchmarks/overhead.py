@@ -45,6 +45,13 @@ def measured(tree: Path, case: str) -> dict[str, float]:
     return found
 
 
+def checkout(text: str) -> Path:
+    """The root of a checkout, from the command line."""
+    if not (Path(text) / "pallas_fa" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no pallas_fa in it. Name the root of a checkout")
+    return Path(text)
+
+
 def table(found: Sequence[Figures], trees: Sequence[str]) -> str:
     """A line for each figure in each tree, and its ratio to the first tree."""
     lines = [["case", "", *trees, *(f"{tree} : {trees[0]}" for tree in trees[1:])]]
@@ -60,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("trees", nargs="*", type=Path, help="roots of checkouts (default: this one)")
+    parser.add_argument("trees", nargs="*", type=checkout, help="roots of checkouts (default: this one)")
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=f"of {', '.join(CASES)}"
     )

@@ -79,6 +79,8 @@ def _dispatch(library):
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("One case, which benchmarks.overhead names: run that.")
     case = sys.argv[1]
     seconds, library = _seconds(_import)
     found: dict[str, Any] = {"file": library.__file__}

@@ -19,6 +19,7 @@ from benchmarks.rows import Row, has_time
 _LINE = 32  # bars side by side, of several panels
 _MOST = 60  # bars of a panel that has a line for itself
 _WORDS = {False: 20, True: 12}  # characters in a line of a group's label, by whether the panel has a line for itself
+_TABLES = ("decode", "generation")  # suites whose rows are tables of the results page, and no picture
 _DIRECTIONS = {"fwdbwd": "forward and backward"}
 
 
@@ -107,8 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("rows", nargs="*", type=Path, help="JSONL files; each becomes a picture beside it")
     args = parser.parse_args(argv)
-    for path in args.rows or [path for path in row_file.kept() if path.stem not in ("decode", "generation")]:  # tables
-        draw(command.read_rows([path]), path.with_suffix(".png"))
+    for path in args.rows or [path for path in row_file.kept() if path.stem not in _TABLES]:
+        found = command.read_rows([path], "suite", "implementation", "error")
+        if found[0]["suite"] in _TABLES:
+            raise SystemExit(
+                f"{path.name}: rows of {found[0]['suite']} have no picture. docs/results.md has their table."
+            )
+        draw(found, path.with_suffix(".png"))
     if not args.rows:
         readme_picture.draw()
 

@@ -244,8 +244,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--out", type=Path, default=PAGE, help="default: docs/results.md")
     args = parser.parse_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page(row_file.kept()), "utf-8")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(page(row_file.kept()), "utf-8")
+    except OSError as error:
+        raise SystemExit(
+            f"--out {args.out}: it cannot be written ({error.strerror}). Name a file in a folder that can."
+        ) from None
 
 
 if __name__ == "__main__":

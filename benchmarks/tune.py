@@ -48,7 +48,7 @@ def variant(workload: Workload, direction: str, text: str, label: str) -> Varian
     """The table's configuration with the changes that `text` spells: fields and values, as keyword arguments."""
     table = table_config(workload, direction)
     try:
-        changes = {name: ast.literal_eval(value) for name, value in keywords(text).items()}
+        changes = {name: _literal(value) for name, value in keywords(text).items()}
         config = dataclasses.replace(table, **changes)
     except (SyntaxError, TypeError, ValueError) as error:
         raise SystemExit(
@@ -64,6 +64,13 @@ def keywords(text: str) -> dict[str, ast.expr]:
     if call.args or not found or None in found or len(found) < len(call.keywords):
         raise ValueError("it must be field=value, and more of these after commas")
     return found
+
+
+def _literal(value):
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(value)!r} must be a literal, such as 3, True or (2, 1)") from None
 
 
 def labels(texts: Sequence[str]) -> list[str]:

@@ -21,6 +21,11 @@ def take(turn: Path | None) -> float:
     import fcntl  # which not every platform has
 
     start = time.monotonic()
-    _held.append(turn.open("a"))
+    try:
+        _held.append(turn.open("a"))
+    except OSError as error:
+        raise SystemExit(
+            f"--turn {turn}: it cannot be written ({error.strerror}). Name a file in a folder that can."
+        ) from None
     fcntl.flock(_held[-1], fcntl.LOCK_EX)
     return time.monotonic() - start

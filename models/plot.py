@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -45,10 +46,18 @@ def plot_run(folder: Path, unit: str = "", baseline: tuple[str, float] | None = 
     return folder / PICTURE
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / METRICS).is_file():
-        sys.exit(f"usage: python -m models.plot FOLDER, where FOLDER holds a run's {METRICS}")
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m models.plot", description=__doc__)
+    parser.add_argument("run", metavar="FOLDER", type=Path, help=f"holds a run's {METRICS}; {PICTURE} goes beside it")
+    folder = parser.parse_args(argv).run
+    if not (folder / METRICS).is_file():
+        parser.error(f"argument FOLDER: {str(folder)!r} holds no {METRICS}: name one that models.train wrote")
     try:
-        print(plot_run(Path(sys.argv[1])))
+        print(plot_run(folder))
     except (OSError, UsageError) as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

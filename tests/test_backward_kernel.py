@@ -67,10 +67,7 @@ CASES = {
         {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=5))},
     ),
     "one key block, empty rows": (dataclasses.replace(BASE, T=200, S=100, batch=(2,), mask="lengths"), {}),
-    "one key block of several heads, odd head dims": (
-        dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=40, Hv=48, batch=(2,), mask="causal"),
-        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
-    ),
+    "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
     "one key block of several heads, float32": (
         dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=32, Hv=32, batch=(2,), mask="causal", dtype="float32"),
         {"config": Config(backward=BackwardConfig(1, 64, (1, 1), 1, persistent_ctas=3))},
@@ -91,7 +88,10 @@ CASES = {
     "dense mask": (dataclasses.replace(BASE, mask="dense"), {}),
     "empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), {}),
     "empty rows, sinks": (dataclasses.replace(BASE, batch=(2,), mask="lengths", sinks="heads"), {}),
-    "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
+    "one key block of several heads, odd head dims": (
+        dataclasses.replace(BASE, T=64, S=64, N=4, K=2, H=40, Hv=48, batch=(2,), mask="causal"),
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
+    ),
     "96 columns, grouped heads": (
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, H=96, Hv=96, mask="causal"),
         {},

@@ -207,10 +207,30 @@ def test_wrong_sizes_and_arguments():
         KeyValueCache.empty(1, 0, 1, 8)
     with pytest.raises(ValueError, match="page_size=0 must be"):
         PagedCache.empty(1, 1, 1, 0, 1, 8)
+    with pytest.raises(ValueError, match="num_pages=True must be an int of at least 1"):
+        PageAllocator(True, 16)
+    with pytest.raises(ValueError, match="tokens=2.0 must be an int of at least 0"):
+        PageAllocator(4, 16).allocate(2.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="batch=2.0 must be an int"):
+        KeyValueCache.empty(2.0, 4, 1, 8)  # pyright: ignore[reportArgumentType]
+    for cache in (contiguous(), paged()):
+        with pytest.raises(ValueError, match=r"^lengths.shape=\(2,\) must be \[B\]=\(3,\): how many of the queries"):
+            cache.attend(normal(B, 1, N, H), lengths=jnp.ones(2, int))
+        with pytest.raises(TypeError, match="^lengths.dtype=float32 must be"):
+            cache.attend(normal(B, 1, N, H), lengths=jnp.ones(B))
     with pytest.raises(TypeError, match="dtype='int8' must be a float dtype"):
         KeyValueCache.empty(1, 4, 1, 8, dtype="int8")
     with pytest.raises(ValueError, match="is_causal=True cannot be given here"):
         contiguous().attend(normal(B, 1, N, H), is_causal=True)
+
+
+def test_sizes_may_be_those_of_numpy():
+    size = np.uint8(200)
+    allocator = PageAllocator(np.int64(4), size)
+    sequence = allocator.allocate(np.int32(700))
+    assert allocator.free_pages == 0 and allocator.fork(sequence, np.int16(600), 600)[1] == 600
+    assert KeyValueCache.empty(np.int64(2), size, np.int16(1), np.array(8)).key.shape == (2, 200, 1, 8)
+    assert PagedCache.empty(np.int64(2), np.int8(3), np.int8(4), size, 1, 8).key_pages.shape == (4, 200, 1, 8)
 
 
 class Allocations(RuleBasedStateMachine):

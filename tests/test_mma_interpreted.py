@@ -2,15 +2,19 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_fa
 from pallas_fa.backends.mma.backward.backward import backward, why_no_backward
 from pallas_fa.backends.mma.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.backends.mma.forward.forward import forward
 from pallas_fa.problem import normalise
 from tests import test_backward_kernel as of_hopper_backward
 from tests import test_kernel_interpreted as of_hopper
+from tests.lowering import kernels
 from tests.test_kernel_interpreted import BASE, assert_right_and_free_of_races, interpreted, problem_of
 
 FORWARD_TILES = ForwardConfig(2, 64, 64, stages=2), ForwardConfig(1, 128, 64), ForwardConfig(1, 64, 32)
@@ -87,3 +91,13 @@ def test_the_race_detector_sees_a_missing_barrier(monkeypatch):
     problem, operands = problem_of(dataclasses.replace(BASE, T=128, S=256), Config(forward=FORWARD_TILES[0]))
     _, races = interpreted(problem, operands, forward)
     assert races
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16"])
+def test_arrays_of_narrow_tiles_lower(dtype):
+    """Pallas loads no tiles whose rows have 16 bytes."""
+    q, x = jnp.ones((1, 128, 1, 64), jnp.bfloat16), jnp.ones((128, 128), dtype)
+    config = Config(forward=ForwardConfig(1, 64, 16), backward=BackwardConfig(1, 64, 16))
+    keywords = {"mask" if dtype == "bool" else "bias": x, "implementation": "mma", "config": config}
+    call = lambda q: pallas_fa.dot_product_attention(q, q, q, **keywords)
+    assert kernels(lambda q: jax.vjp(call, q)[1](q), q) == 3

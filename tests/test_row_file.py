@@ -1,10 +1,27 @@
 """A run puts its rows in the place of a file only where nothing is lost by it, and says what can't be run before it runs."""
 
+import json
+
 import pytest
 
-from benchmarks import command, implementations, rows, run, training, tune
+from benchmarks import (
+    command,
+    decode,
+    gate,
+    generation,
+    implementations,
+    overhead,
+    plot,
+    report,
+    row_file,
+    rows,
+    run,
+    training,
+    tune,
+)
 from benchmarks.distributed import comms_model, scaling, tune_training
 from benchmarks.row_file import record
+from models import plot as plot_of_run
 
 
 def row(workload, implementation="a", p50_ms=1.0, **more):
@@ -148,6 +165,15 @@ _KNOWN = "Known are 'mosaic_gpu', 'mma', 'xla', 'reference'"
         (tune.main, ["no", "stages=2"], "choose from"),
         (tune_training.main, ["--rounds", "0"], "--rounds: '0': ask"),
         (comms_model.main, ["rows.jsonl", "--network-gb-per-s", "0"], "'0': ask for a number above 0"),
+        (overhead.main, ["/none", "."], "'/none': there is no pallas_fa in it. Name the root of a checkout"),
+        (gate.main, ["--bogus"], "the following arguments are required: rows"),
+        (decode.main, ["--tiles", "1,2"], "'1,2': ask for compute warpgroups, keys of a block, stages and splits"),
+        (
+            generation.main,
+            ["--size", "nano", "--prompt", "99"],
+            "--prompt: 99: the context of --size nano is 32 tokens",
+        ),
+        (plot_of_run.main, ["/none"], "argument FOLDER: '/none' holds no metrics.jsonl"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -157,6 +183,40 @@ def test_what_cannot_be_run_is_said_before_anything_runs(main, argv, words, caps
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "words"),
+    [
+        (plot.main, [row_file.RESULTS / "nvidia-h200" / "decode.jsonl"], "rows of decode have no picture"),
+        (comms_model.main, [row_file.RESULTS / "cpu" / "cpu.jsonl"], "cpu.jsonl: not all rows have the fields kind"),
+        (gate.main, [row_file.RESULTS / "nvidia-h200" / "decode.jsonl"], "rows have the fields direction, shape"),
+        (report.main, ["--out", row_file.RESULTS], "it cannot be written"),
+        (tune.main, ["window-8192", "stages=x"], "'stages=x': 'x' must be a literal, such as 3, True or (2, 1)"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_wrong_files_and_values_are_named(main, argv, words):
+    with pytest.raises(SystemExit) as end:
+        main([str(x) for x in argv])
+    assert words in str(end.value)
+
+
+@pytest.mark.parametrize("below", (True, False))
+def test_kept_rows_are_judged(below, tmp_path, capsys):
+    shape = {"T": 8, "S": 8}
+    made = [
+        {"workload": "w", "direction": "forward", "implementation": name, "shape": shape, "error": None, "p50_ms": ms}
+        for name, ms in (("pallas_fa:None", 2.0 if below else 1.0), ("jax.nn:xla", 1.5))
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, made)))
+    if below:
+        with pytest.raises(SystemExit, match="1"):
+            gate.main([str(path)])
+    else:
+        gate.main([str(path)])
+    assert f"{int(below)} of 1 calls are slower" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--host-devices, --network-gb-per-s and --network-us describe the network together: give all three."
         )
     network = None if None in given else Network(given[0], given[1] * 1e9, given[2] / 1e6)
-    found = command.read_rows(args.rows)
+    found = command.read_rows(args.rows, "kind")
     rates = Rates.of(found)
     links = "the measured links of one host, between all devices" if network is None else f"{network}"
     print(f"{found[0]['device']}, N={rates.N} K={rates.K} H={rates.H}; links: {links}\n")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_fa.operands.pytree import as_count
+
 
 class OutOfPages(RuntimeError):
     """More pages were asked for than are free. The allocator is as it was before."""
@@ -22,11 +24,11 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        for name, size in (("num_pages", num_pages), ("page_size", page_size)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be an int of at least 1. Pass the sizes of the PagedCache.")
-        self.num_pages, self.page_size = num_pages, page_size
-        self._free = list(reversed(range(num_pages)))
+        sizes = {"num_pages": num_pages, "page_size": page_size}
+        self.num_pages, self.page_size = (
+            as_count(name, size, "Pass the sizes of the PagedCache.") for name, size in sizes.items()
+        )
+        self._free = list(reversed(range(self.num_pages)))
         self._pages: dict[int, list[int]] = {}
         self._users: Counter[int] = Counter()
         self._next_sequence = 0
@@ -110,9 +112,7 @@ class PageAllocator:
         return table
 
     def _count(self, tokens):
-        if not isinstance(tokens, (int, np.integer)) or tokens < 0:
-            raise ValueError(f"tokens={tokens!r} must be an int, and not negative: for how many rows there are pages.")
-        return -(-int(tokens) // self.page_size)
+        return -(-as_count("tokens", tokens, "It says for how many rows there are pages.", least=0) // self.page_size)
 
     def _of(self, sequence):
         if sequence not in self._pages:

@@ -9,6 +9,7 @@ from pallas_fa import masks
 from pallas_fa.arguments import mask as checked_mask
 from pallas_fa.arguments import window_sides
 from pallas_fa.masks.base import all_of
+from pallas_fa.operands.offsets import int_array
 
 _SAID_BY_CACHE = {
     "is_causal": "attention to a cache is causal, aligned to its last row",
@@ -30,6 +31,13 @@ def last_rows(query: Any, mask: Any, lengths: Any, given: Mapping[str, Any]) -> 
     for name, why in _SAID_BY_CACHE.items():
         if name in given:
             raise ValueError(f"{name}={given[name]!r} cannot be given here: {why}. Leave it out.")
+    if lengths is not None:
+        lengths, batch = int_array("lengths", lengths), jnp.shape(query)[:1]
+        if jnp.shape(lengths) != batch:
+            raise ValueError(
+                f"lengths.shape={jnp.shape(lengths)} must be [B]={batch}: how many of the queries are real in each"
+                " sequence, as given to `append`. Leave it out where all are."
+            )
     rest = dict(given)
     window = rest.pop("local_window_size", None)
     alone = jnp.shape(query)[-3:-2] == (1,) and lengths is None  # a query that sees all that is there

@@ -13,7 +13,7 @@ from pallas_fa.arguments import float_array
 from pallas_fa.attention import attend
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
-from pallas_fa.operands.pytree import is_array, is_static_number
+from pallas_fa.operands.pytree import as_count, is_array, is_static_number
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 _BLOCK = 16  # queries: as many as the kernel for few queries takes
@@ -75,12 +75,10 @@ def ragged_paged_attention(
     given = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
     lengths, table, starts, count = (as_int32(int_array(name, x)) for name, x in given.items())
     _check(queries, pages, lengths, table, starts, count)
-    size = _BLOCK if num_queries_per_block is None else num_queries_per_block
-    _check_number("num_queries_per_block", size)
+    size = _count("num_queries_per_block", _BLOCK if num_queries_per_block is None else num_queries_per_block)
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
-        _check_number("sliding_window", sliding_window)
-        mask = mask & masks.Window(sliding_window - 1, None, align="bottom_right")
+        mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
     for name, x in (("sm_scale", sm_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         _check_factor(name, 1.0 if x is None and name != "sm_scale" else x)
     if not queries.shape[0]:
@@ -166,6 +164,5 @@ def _check_factor(name, x):
         raise TypeError(f"{name}={x!r} must be a number or a scalar float array. Leave it out for 1.0.")
 
 
-def _check_number(name, x):
-    if not isinstance(x, int) or x < 1:
-        raise ValueError(f"{name}={x!r} must be an int of at least 1. Leave it out for the default.")
+def _count(name, x):
+    return as_count(name, x, "Leave it out for the default.")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from pallas_fa.arguments import float_array
 from pallas_fa.operands.offsets import as_int32, int_array
+from pallas_fa.operands.pytree import as_count
 
 
 class Rows(NamedTuple):
@@ -39,8 +40,7 @@ class Placed(NamedTuple):
 def check_sizes(**sizes: Any) -> None:
     """Raises ValueError unless every size is a positive int."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be an int of at least 1. Pass the size of the cache to be made.")
+        as_count(name, size, "Pass the size of the cache to be made.")
 
 
 def check_dtype(dtype: Any) -> None:

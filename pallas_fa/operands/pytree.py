@@ -7,6 +7,7 @@ is static: part of the tree's structure. So `Causal(offset=3)` folds into the pr
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -27,6 +28,17 @@ def is_static_number(x: Any) -> bool:
 def is_static_int(x: Any) -> bool:
     """Returns whether `x` is a Python or NumPy scalar of integer value."""
     return is_static_number(x) and math.isfinite(x) and x == int(x)
+
+
+def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
+    """Returns `x` as an int; raises ValueError unless it is an integer of Python or NumPy, and at least `least`."""
+    try:
+        count = least - 1 if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ValueError(f"{name}={x!r} must be an int of at least {least}. {remedy}")
+    return count
 
 
 def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:

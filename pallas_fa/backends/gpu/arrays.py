@@ -165,6 +165,10 @@ class KernelArrays:
     def __iter__(self) -> Iterator[KernelArray]:
         return iter(self.arrays)
 
+    def widened(self) -> "KernelArrays":
+        """Returns them for tiles of 16 columns."""
+        return dataclasses.replace(self, arrays=tuple(array.widened() for array in self.arrays))
+
     def of_kind(self, *kinds: str) -> tuple[int, ...]:
         """Returns the numbers of the arrays of these kinds."""
         return tuple(i for i, array in enumerate(self.arrays) if array.kind in kinds)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
@@ -28,6 +29,11 @@ class BackwardPlan(BackwardCore):
     """All that is static in one pass."""
 
     config: BackwardConfig
+
+    @functools.cached_property
+    def arrays(self) -> KernelArrays:
+        """The arrays of score and mask; tiles of 16 streamed positions ask for more than one byte an element."""
+        return super().arrays.widened() if self.config.width == 16 else super().arrays
 
     @functools.cached_property
     def tiles(self) -> ByRole:

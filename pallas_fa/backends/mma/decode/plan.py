@@ -34,8 +34,7 @@ class DecodePlan(ForwardCore):
     @functools.cached_property
     def arrays(self) -> KernelArrays:
         """The arrays of score and mask; parts of 16 keys ask for more than one byte an element."""
-        found = super().arrays
-        return dataclasses.replace(found, arrays=tuple(array.widened() for array in found))
+        return super().arrays.widened()
 
     @property
     def query_layout(self) -> Layout:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.mma.config import ForwardConfig
@@ -24,6 +25,11 @@ class ForwardPlan(ForwardCore):
     """All that is static in one kernel."""
 
     config: ForwardConfig
+
+    @functools.cached_property
+    def arrays(self) -> KernelArrays:
+        """The arrays of score and mask; blocks of 16 keys ask for more than one byte an element."""
+        return super().arrays.widened() if self.config.block_kv == 16 else super().arrays
 
     @functools.cached_property
     def tiles(self) -> OperandTiles:
