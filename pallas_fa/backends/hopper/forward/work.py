@@ -107,5 +107,5 @@ def _visits_of_queries(plan, t0, count):
 
 
 def _visits(plan, mask, *queries):
-    questions = mask.kv_range, mask.full_kv_range
-    return schedule.visits(*(ask(*queries) for ask in questions), plan.problem.dims.S, plan.config.block_kv)
+    visited, full = (ask(*queries) for ask in (mask.kv_range, mask.full_kv_range))
+    return schedule.visits(visited, full, plan.problem.dims.S, plan.config.block_kv)
