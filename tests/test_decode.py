@@ -37,6 +37,10 @@ CALLS = {
     "one part": (1, {"key_value_seq_lengths": LENGTHS, "config": Config(ForwardConfig(1, 64))}),
     "window": (3, {"mask": BOTTOM_RIGHT & masks.Window(65, None, S - 3)}),
     "drafts": (5, {"mask": BOTTOM_RIGHT, "key_value_seq_lengths": LENGTHS}),
+    "window of lengths": (
+        3,
+        {"mask": BOTTOM_RIGHT & masks.Window(65, None, LENGTHS - 3), "key_value_seq_lengths": LENGTHS},
+    ),
     "padded queries": (3, {"query_seq_lengths": np.array([1, 2], np.int32)}),
     "by head": (
         2,

@@ -154,7 +154,7 @@ def test_explain_names_what_the_kernels_cannot_do(keywords, reason):
 def test_explain_says_what_runs_on_a_machine_without_a_gpu(monkeypatch):
     monkeypatch.setattr(choice, "cuda_devices", list)
     said = lines(*inputs("bfloat16", H=64))
-    few_queries = "; the 2 query heads of a key head share a tile"
+    few_queries = "; few queries by mma.sync; the 2 query heads of a key head share a tile"
     assert said["mosaic_gpu"] == "runs this call where it is lowered for a CUDA GPU" + few_queries
     assert said["xla"] == f"runs this call on this machine's {jax.default_backend()}"
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa import masks, scores
-from pallas_fa.backends import choice, hopper
+from pallas_fa.backends import choice
 from pallas_fa.backends import xla as xla_backend
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.record import Backend, backward_in_btnh, forward_in_btnh
@@ -424,10 +424,10 @@ def test_the_kernels_of_one_device_lower(spec):
         shard = DeviceShard.of(mesh, problem, dict(zip(OUT, axes, strict=False)), dict.fromkeys(KEY, ()), {})
         call = functools.partial(shards_of, shard, problem)
         letters = letters_of_operands(operands)
-        out, lse = call(hopper.backend(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
+        out, lse = call(choice.kernels_for(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
         arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
         gradients = QUERY, KEY, VALUE, "_NTS", "_N__", "____", "_ND"
-        return call(hopper.backend(Gpu.visible()).backward, arguments, letters, gradients)
+        return call(choice.kernels_for(Gpu.visible()).backward, arguments, letters, gradients)
 
     assert kernels(run, q, k, k, bias, slopes, allowed, strip) == 2
 

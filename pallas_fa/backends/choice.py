@@ -23,7 +23,8 @@ def backends() -> tuple[Backend, ...]:
 def kernels_for(gpu: Gpu) -> Backend:
     """Returns the record named "mosaic_gpu": Hopper's kernels on compute capability 9.0, those by mma.sync elsewhere."""
     is_hopper = "9.0" in gpu.compute_capability.split(", ")
-    return hopper.backend(gpu) if is_hopper else mma.backend(gpu, "mosaic_gpu")
+    by_mma = mma.backend(gpu, "mosaic_gpu")
+    return hopper.backend(gpu, by_mma) if is_hopper else by_mma
 
 
 _LET_CHOOSE = "Use implementation=None to let the library choose."

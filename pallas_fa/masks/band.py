@@ -41,6 +41,7 @@ class Causal(Mask):
     """
 
     join = staticmethod(_join_bands)
+    scalar_ranges = True
     align: offsets.Align = "top_left"
     offset: Any = 0
 
@@ -103,6 +104,7 @@ class Window(Mask):
     """
 
     join = staticmethod(_join_bands)
+    scalar_ranges = True
     left: Any = None
     right: Any = None
     offset: Any = 0

@@ -13,7 +13,8 @@ Range questions, asked of the whole arrays before any loop, find the tiles worth
 
 Ranges may reach past the ends of the sequences; lo >= hi is the empty range. Masks without arrays take Python ints, NumPy
 arrays and traced scalars; from ints they return ints, so that loop bounds fold. Masks with arrays take NumPy arrays that
-bound tiles of one size, and return int32 arrays that broadcast to [B, N, tiles].
+bound tiles of one size, and return int32 arrays that broadcast to [B, N, tiles]. Those with `scalar_ranges` take ints in a
+kernel too, with a scalar in the place of each array, and return scalars.
 
 A mask in which a `BlockMask` says what is worth visiting is asked for the state of each tile instead, since one interval a
 tile is too many: `tile_states(queries, keys)`. `kv_range` and the others then answer the hull.
@@ -43,6 +44,7 @@ class Mask(Node):
 
     # Simplifies a conjunction of bound masks, joining those of this kind; None where that is impossible.
     join: ClassVar[Callable[[list["Mask"]], list["Mask"]] | None] = None
+    scalar_ranges: bool | property = False
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         """Returns which positions are allowed: bool, broadcast over the indices and the mask's (sliced) arrays.
@@ -138,6 +140,10 @@ class _Composed(Mask):
     """What `And` and `Or` have in common."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def scalar_ranges(self) -> bool:
+        return all(part.scalar_ranges for part in self.parts)
 
     def moved(self, part: Part) -> Mask:
         return type(self)(tuple(each.moved(part) for each in self.parts))

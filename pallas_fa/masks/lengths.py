@@ -38,6 +38,7 @@ class Lengths(Mask):
     """
 
     join = staticmethod(_join_lengths)
+    scalar_ranges = True
     q_lengths: Any = None
     kv_lengths: Any = None
 
@@ -81,10 +82,10 @@ class Lengths(Mask):
     @staticmethod
     def _interval(ends, limits, position):
         """Returns the range up to `ends` where `position` is below `limits`, and the empty range elsewhere."""
-        hi = UNBOUNDED if ends is None else ends[:, :, 0]
+        hi = UNBOUNDED if ends is None else offsets.per_tile(ends)
         if limits is None:
             return -UNBOUNDED, hi
-        position, limits = intervals.with_equal_ranks(position, limits[:, :, 0])
+        position, limits = intervals.with_equal_ranks(position, offsets.per_tile(limits))
         return -UNBOUNDED, jnp.where(position < limits, hi, -UNBOUNDED)
 
 

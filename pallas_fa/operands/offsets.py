@@ -77,8 +77,8 @@ def as_int32(x: Any) -> Any:
 
 
 def per_tile(x: Any) -> Any:
-    """Returns a bound distance as [B|1, N|1, 1], which broadcasts against tiles."""
-    return x[:, :, 0] if is_array(x) else x
+    """Returns a bound distance as [B|1, N|1, 1], which broadcasts against tiles; a scalar of a kernel as it is."""
+    return x[:, :, 0] if is_array(x) and jnp.ndim(x) else x
 
 
 def int_array(name: str, x: Any) -> Any:

@@ -16,7 +16,7 @@ from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.operands.layout import transpose
 from pallas_fa.problem import Operands, Problem
-from pallas_fa.softmax.merging import PartialResult, merge
+from pallas_fa.softmax.merging import PartialResult, merge_per_element
 
 MOST_QUERIES = 16
 _MOST_SPLITS = 64
@@ -87,12 +87,12 @@ def attend(
     lse, splits = lse[:, :, : plan.problem.dims.T], plan.config.kv_splits
     if plan.query_layout == "BTNH":  # the order of out, so that XLA reorders the sum and not each part
         lse = jnp.swapaxes(lse, 1, 2)
-    if splits > 1:  # one part is added after the other, which XLA does in one GPU kernel or two
-        out, lse = merge(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits)))
+    if splits > 1:  # one part is added after the other, which XLA does in one GPU kernel
+        out, lse = merge_per_element(*(PartialResult(out[i::splits], lse[i::splits]) for i in range(splits)))
     if plan.rows_first:
         out, lse = (grouped_rows.per_query(problem, x) for x in (out, lse))
     elif problem.layout == "BNTH":
         out, lse = (jnp.swapaxes(x, 1, 2) for x in (out, lse))
     if sinks is not None:
-        out, lse = merge(PartialResult(out, lse), PartialResult.empty(out.shape, lse.dtype, sinks))
+        out, lse = merge_per_element(PartialResult(out, lse), PartialResult.empty(out.shape, lse.dtype, sinks))
     return transpose(problem.layout, out.astype(problem.dtype)), lse

@@ -39,10 +39,21 @@ class ForwardCore:
         dims, c = self.problem.dims, self.config
         return mask.in_tiles((dims.T, dims.S), (c.block_q, c.block_kv))
 
+    @functools.cached_property
+    def scalar_visits(self) -> bool:
+        """Whether CTAs compute which key blocks they visit from the arrays of the mask, which are scalars to them.
+
+        Only for few queries: bounds of loops that are computed so take registers (evidence: decode/fewer-launches).
+        """
+        dims, mask, arrays = self.problem.dims, self.problem.mask, self.arrays
+        if mask is None or not mask.scalar_ranges or dims.T > self.config.block_q or self.config.block_q > 64:
+            return False
+        return len(arrays) > arrays.in_score and all(x.kind == "scalar" for x in arrays.arrays[arrays.in_score :])
+
     @property
     def visit_table(self) -> bool:
         """Whether CTAs read from a table which key blocks they visit, since the mask has arrays."""
-        return bool(jax.tree.leaves(self.problem.mask))
+        return bool(jax.tree.leaves(self.problem.mask)) and not self.scalar_visits
 
     def table_of_visits(self, mask: Any) -> Any:
         """Returns which key blocks each query block visits, as `schedule.table` or `visit_lists.table` does.

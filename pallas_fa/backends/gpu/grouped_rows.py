@@ -98,6 +98,10 @@ class _GroupedMask(Mask):
     mask: Mask
     group: int
 
+    @property
+    def scalar_ranges(self) -> bool:
+        return self.mask.scalar_ranges
+
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         return self.mask.allowed(b, *_head_and_query(n, t, self.group), s)
 

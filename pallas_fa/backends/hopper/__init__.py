@@ -5,15 +5,29 @@ from typing import Any
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.support import supports
-from pallas_fa.backends.record import Backend
+from pallas_fa.backends.record import Backend, Support
 from pallas_fa.problem import Operands, Problem, Residuals
 
 
 @functools.cache
-def backend(gpu: Gpu) -> Backend:
-    """Returns the record of the kernels for `gpu`."""
+def backend(gpu: Gpu, by_mma: Backend) -> Backend:
+    """Returns the record of the kernels for `gpu`, and of those of `by_mma` where they are faster: for some few queries."""
+
+    def leaves(problem: Problem) -> bool:
+        from pallas_fa.backends.hopper.decode.leave import leaves
+
+        return leaves(problem, by_mma)
+
+    def answer(problem: Problem) -> Support:
+        found = supports(problem, gpu)
+        if found.forward is not None or not leaves(problem):
+            return found
+        remark = "; ".join(filter(None, ("few queries by mma.sync", by_mma.supports(problem).remark)))
+        return found._replace(remark=remark)
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
+        if leaves(problem):
+            return by_mma.forward(problem, operands)
         if problem.values_in_keys:
             from pallas_fa.backends.hopper.mla.mla import attention
 
@@ -30,6 +44,4 @@ def backend(gpu: Gpu) -> Backend:
         return backward(problem, residuals, d_out, d_lse, gpu)
 
     needs = "an NVIDIA GPU of compute capability 9.0"
-    return Backend(
-        "mosaic_gpu", lambda problem: supports(problem, gpu), forward, backward, platform="cuda", needs=needs
-    )
+    return Backend("mosaic_gpu", answer, forward, backward, platform="cuda", needs=needs)

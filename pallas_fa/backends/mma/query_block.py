@@ -50,12 +50,13 @@ class QueryBlock:
         plan, table = self.plan, self.gmem.visit_table
         if plan.visit_table:
             return schedule.in_table(table, self.b, self.n, self.block)
-        dims, mask, c = plan.problem.dims, plan.problem.mask, plan.config
+        dims, c = plan.problem.dims, plan.config
+        _, mask = plan.arrays.with_scalars(self.scalars)
         everything = (0, dims.S)
         if mask is None:
             return schedule.visits(everything, everything, dims.S, c.block_kv)
         t0 = self.block * c.block_q
-        queries = t0, jnp.minimum(t0 + c.block_q, dims.T)
+        queries = (0, dims.T) if plan.scalar_visits else (t0, jnp.minimum(t0 + c.block_q, dims.T))
         return schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, c.block_kv)
 
     def nothing_yet(self, rows: int) -> tuple[Any, Any, Any]:

@@ -38,7 +38,7 @@ class Compute:
         self.q_smem = plan.tiles.q.matrix(scratch["q_smem"])
         self.q = self.q_smem.at[wg]
         self.t0 = block.t0 + wg * 64
-        self.block_steps = work.steps_of(plan, block, gmem.visit_table)
+        self.block_steps = work.steps_of(plan, block, gmem)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
         self.logits = Logits(plan, block, self.block_steps, wg, self.t0, gmem, scratch)
         self.dropout = None

@@ -27,7 +27,7 @@ class Load:
         plan, block = self.plan, self.block
         if not plan.several_blocks:
             self._queries()
-        steps = work.steps_of(plan, block, self.gmem.visit_table)
+        steps = work.steps_of(plan, block, self.gmem)
         if plan.wide:
             pl.loop(0, steps.end + 1)(functools.partial(self._step_of_pieces, steps))
         else:

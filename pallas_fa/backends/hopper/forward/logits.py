@@ -57,11 +57,7 @@ class Logits:
 
     def scalars(self) -> dict[int, Any]:
         """Returns the arrays without positions, by number."""
-        return {a: self._scalar(a) for a in self.plan.arrays.of_kind("scalar")}
-
-    def _scalar(self, a):
-        array = self.plan.arrays[a]
-        return array.restore(self.gmem.arrays[a][array.index(self.block.b, self.block.n)])
+        return work.scalars_of(self.plan, self.block, self.gmem)
 
     def _arrays(self, shape, i, is_boundary, visited):
         """(score, mask) with their arrays for step i: scalars, or broadcast to the tile; None where not loaded."""
@@ -70,16 +66,17 @@ class Logits:
         slot = self.array_slot(i) if uses_streamed else None
         if slot is not None:
             plgpu.barrier_wait(scratch["arrays_ready"].at[slot])
-        loaded = [self._array(a, slot, shape, visited) for a in range(len(plan.arrays))]
+        scalars = self.scalars()
+        loaded = [self._array(a, scalars, slot, shape, visited) for a in range(len(plan.arrays))]
         if slot is not None:
             plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
             plgpu.barrier_arrive(scratch["arrays_free"].at[slot])
         return plan.arrays.unflatten(loaded)
 
-    def _array(self, a, slot, shape, visited):
+    def _array(self, a, scalars, slot, shape, visited):
         array = self.plan.arrays[a]
         if array.kind == "scalar":
-            return self._scalar(a)
+            return scalars[a]
         if array.kind == "word":
             return visited.words[a]
         smem = self.scratch[f"array{a}_smem"]

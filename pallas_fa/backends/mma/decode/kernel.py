@@ -20,6 +20,7 @@ from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.logits import Place, logits
 from pallas_fa.backends.gpu.online_softmax import online_softmax
 from pallas_fa.backends.gpu.page_numbers import page_numbers
+from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.mma.cta import Cta
 from pallas_fa.backends.mma.decode.key_parts import ROWS, KeyParts
@@ -135,7 +136,8 @@ class Decode(QueryBlock):
 
     def _load(self, i, pages):
         """Starts loading keys, values and arrays of step i. `pages`: `_pages(i)`."""
-        plan, s0, slot = self.plan, self.first_key(i), self._slot(i)
+        # Opaque, so that no addresses are carried from step to step: with fewer registers, more CTAs share a multiprocessor.
+        plan, s0, slot = self.plan, opaque(self.first_key(i), self.plan.interpret), self._slot(i)
         length = self.key_length()
         if length is None and plan.has_padding_keys:
             length = plan.problem.dims.S

@@ -1,0 +1,24 @@
+"""Which calls with few queries Hopper's kernels leave to those by mma.sync, whose tiles have fewer rows."""
+
+import functools
+
+from pallas_fa.backends.gpu.few_queries import applies, group_of
+from pallas_fa.backends.record import Backend
+from pallas_fa.problem import Problem
+
+_MOST_ROWS = 16  # of the smallest tile by mma.sync
+
+
+@functools.lru_cache(maxsize=256)
+def leaves(problem: Problem, other: Backend) -> bool:
+    """Whether `other`, the kernels by mma.sync, are at least as fast as Hopper's (evidence: decode/mma-on-hopper).
+
+    Not for tiles that the call names, which are Hopper's.
+    """
+    if problem.config is not None or problem.values_in_keys or not applies(problem):
+        return False
+    if problem.mask is not None and problem.mask.has_blocks:
+        return False
+    if problem.dims.T > _MOST_ROWS or other.supports(problem).forward is not None:
+        return False
+    return problem.dims.T * group_of(problem) <= _MOST_ROWS
