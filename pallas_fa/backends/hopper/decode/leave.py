@@ -7,6 +7,7 @@ from pallas_fa.backends.record import Backend
 from pallas_fa.problem import Problem
 
 _MOST_ROWS = 16  # of the smallest tile by mma.sync
+_LEAST_PAGE = 64  # smaller pages come faster by TMA
 
 
 @functools.lru_cache(maxsize=256)
@@ -18,6 +19,8 @@ def leaves(problem: Problem, other: Backend) -> bool:
     if problem.config is not None or problem.values_in_keys or not applies(problem):
         return False
     if problem.mask is not None and problem.mask.has_blocks:
+        return False
+    if problem.pages is not None and problem.pages.size < _LEAST_PAGE:
         return False
     if problem.dims.T > _MOST_ROWS or other.supports(problem).forward is not None:
         return False
