@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", nargs="*", type=Path, help="JSONL files; each becomes a picture beside it")
     args = parser.parse_args(argv)
     for path in args.rows or [path for path in row_file.kept() if path.stem not in _TABLES]:
-        found = command.read_rows([path], "suite", "implementation", "error")
+        found = command.read_rows([path], "suite", "error")
         if found[0]["suite"] in _TABLES:
             raise SystemExit(
                 f"{path.name}: rows of {found[0]['suite']} have no picture. docs/results.md has their table."
