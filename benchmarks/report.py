@@ -248,9 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page(row_file.kept()), "utf-8")
     except OSError as error:
-        raise SystemExit(
-            f"--out {args.out}: it cannot be written ({error.strerror}). Name a file in a folder that can."
-        ) from None
+        raise row_file.unwritable("--out", args.out, error) from None
 
 
 if __name__ == "__main__":

@@ -81,10 +81,14 @@ def _opened(path: Path) -> tuple[list[Row], Path]:
     except ValueError:
         raise SystemExit(f"--out {path}: it exists and is no file of rows. Name another file with --out.") from None
     except OSError as error:
-        raise SystemExit(
-            f"--out {path}: it cannot be written ({error.strerror}). Name a file in a folder that can with --out."
-        ) from None
+        raise unwritable("--out", path, error) from None
     return before, beside
+
+
+def unwritable(option: str, path: Path, error: OSError) -> SystemExit:
+    """Returns what ends a program whose `option` names a file that cannot be written."""
+    told = f"it cannot be written ({error.strerror}). Name a file in a folder that can with {option}."
+    return SystemExit(f"{option} {path}: {told}")
 
 
 def _lost(before: list[Row], made: list[Row]) -> str | None:

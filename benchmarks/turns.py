@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.row_file import unwritable
+
 _held: list[Any] = []  # open until the program ends
 
 
@@ -24,8 +26,6 @@ def take(turn: Path | None) -> float:
     try:
         _held.append(turn.open("a"))
     except OSError as error:
-        raise SystemExit(
-            f"--turn {turn}: it cannot be written ({error.strerror}). Name a file in a folder that can."
-        ) from None
+        raise unwritable("--turn", turn, error) from None
     fcntl.flock(_held[-1], fcntl.LOCK_EX)
     return time.monotonic() - start

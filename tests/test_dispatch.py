@@ -14,6 +14,7 @@ import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends import choice, mma
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.record import NEVER_RUN
 from pallas_fa.problem import normalise
 
@@ -157,6 +158,33 @@ def test_explain_says_what_runs_on_a_machine_without_a_gpu(monkeypatch):
     few_queries = "; few queries by mma.sync; the 2 query heads of a key head share a tile"
     assert said["mosaic_gpu"] == "runs this call where it is lowered for a CUDA GPU" + few_queries
     assert said["xla"] == f"runs this call on this machine's {jax.default_backend()}"
+
+
+@pytest.mark.parametrize("T, left", [(1, True), (4, True), (5, False)])
+def test_hopper_leaves_few_rows_to_mma(T, left, monkeypatch):
+    """Up to 16 rows of 4 heads, unless the call names Hopper's tiles."""
+    monkeypatch.setattr(choice, "cuda_devices", list)
+    shape = jax.ShapeDtypeStruct
+    q, k = shape((2, T, 32, 64), jnp.bfloat16), shape((2, 4096, 8, 64), jnp.bfloat16)
+    assert ("few queries by mma.sync" in lines(q, k, k)["mosaic_gpu"]) == left
+    assert "mma.sync" not in lines(q, k, k, config=Config(ForwardConfig(1, 64)))["mosaic_gpu"]
+    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu")
+    assert runs_by_mma(call, q, k, k) == left
+
+
+@pytest.mark.parametrize("size, left", [(32, False), (64, True)])
+def test_hopper_keeps_small_pages(size, left, monkeypatch):
+    monkeypatch.setattr(choice, "cuda_devices", list)
+    shape = jax.ShapeDtypeStruct
+    q, pages = shape((2, 1, 32, 64), jnp.bfloat16), shape((8, size, 8, 64), jnp.bfloat16)
+    call = functools.partial(pallas_fa.paged_attention, implementation="mosaic_gpu")
+    assert runs_by_mma(call, q, pages, pages, shape((2, 4), jnp.int32), shape((2,), jnp.int32)) == left
+
+
+def runs_by_mma(call, *args):
+    text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "flash_attention" in text
+    return "flash_attention_decode" in text
 
 
 def test_explain_says_what_computes_the_gradients():

@@ -173,6 +173,10 @@ class KernelArrays:
         """Returns the numbers of the arrays of these kinds."""
         return tuple(i for i, array in enumerate(self.arrays) if array.kind in kinds)
 
+    def scalars(self, refs: Any, b: Any, n: Any) -> dict[int, Any]:
+        """Loads the arrays without positions, of batch entry `b` and query head `n`; by number. `refs`: in device memory."""
+        return {i: self[i].restore(refs[i][self[i].index(b, n)]) for i in self.of_kind("scalar")}
+
     @property
     def in_smem(self) -> tuple[int, ...]:
         """Returns the numbers of the arrays that are copied to shared memory."""

@@ -48,6 +48,13 @@ def visits(visited: Range, full: Range, size: int, block: int, at_least: int = 1
     return Visits(first, full_first, full_last, last)
 
 
+def visits_of_queries(mask: Any, queries: Range, size: int, block: int) -> Visits:
+    """Returns `visits` of a block of queries [lo, hi), under a mask whose arrays are scalars; all where it is None."""
+    if mask is None:
+        return visits((0, size), (0, size), size, block)
+    return visits(mask.kv_range(*queries), mask.full_kv_range(*queries), size, block)
+
+
 def part_of(found: Visits, part: Any, parts: int, blocks: int) -> Visits:
     """Returns those visits that fall to part `part` of `parts`, in a kernel: equally many to each.
 

@@ -41,9 +41,7 @@ class QueryBlock:
         self.b, self.n, self.block = at.b, at.head, number
         self.kv_head = lax.div(at.head, jnp.int32(plan.problem.group))
         self.t0 = number * plan.config.block_q + cta.wg * plan.config.rows
-        of = plan.arrays
-        value = lambda a: of[a].restore(gmem.arrays[a][of[a].index(at.b, at.head)])
-        self.scalars = {a: value(a) for a in of.of_kind("scalar")}
+        self.scalars = plan.arrays.scalars(gmem.arrays, at.b, at.head)
 
     def visits(self) -> Visits:
         """Returns the visits of a block whose mask has no lists."""
@@ -52,12 +50,9 @@ class QueryBlock:
             return schedule.in_table(table, self.b, self.n, self.block)
         dims, c = plan.problem.dims, plan.config
         _, mask = plan.arrays.with_scalars(self.scalars)
-        everything = (0, dims.S)
-        if mask is None:
-            return schedule.visits(everything, everything, dims.S, c.block_kv)
         t0 = self.block * c.block_q
         queries = (0, dims.T) if plan.scalar_visits else (t0, jnp.minimum(t0 + c.block_q, dims.T))
-        return schedule.visits(mask.kv_range(*queries), mask.full_kv_range(*queries), dims.S, c.block_kv)
+        return schedule.visits_of_queries(mask, queries, dims.S, c.block_kv)
 
     def nothing_yet(self, rows: int) -> tuple[Any, Any, Any]:
         """Returns the carry of the mainloop before its first step: accumulator, maxima, partial row sums."""

@@ -22,6 +22,4 @@ def leaves(problem: Problem, other: Backend) -> bool:
         return False
     if problem.pages is not None and problem.pages.size < _LEAST_PAGE:
         return False
-    if problem.dims.T > _MOST_ROWS or other.supports(problem).forward is not None:
-        return False
-    return problem.dims.T * group_of(problem) <= _MOST_ROWS
+    return problem.dims.T * group_of(problem) <= _MOST_ROWS and other.supports(problem).forward is None

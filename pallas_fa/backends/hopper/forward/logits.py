@@ -57,7 +57,7 @@ class Logits:
 
     def scalars(self) -> dict[int, Any]:
         """Returns the arrays without positions, by number."""
-        return work.scalars_of(self.plan, self.block, self.gmem)
+        return self.plan.arrays.scalars(self.gmem.arrays, self.block.b, self.block.n)
 
     def _arrays(self, shape, i, is_boundary, visited):
         """(score, mask) with their arrays for step i: scalars, or broadcast to the tile; None where not loaded."""

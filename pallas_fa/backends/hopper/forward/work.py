@@ -65,10 +65,11 @@ def steps_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> Steps:
     if plan.visit_table:
         visits = schedule.in_table(gmem.visit_table, block.b, block.n, block.number)
     elif plan.scalar_visits:
-        _, mask = plan.arrays.with_scalars(scalars_of(plan, block, gmem))
-        visits = _visits(plan, mask, 0, plan.problem.dims.T)
+        dims, arrays = plan.problem.dims, plan.arrays
+        _, mask = arrays.with_scalars(arrays.scalars(gmem.arrays, block.b, block.n))
+        visits = schedule.visits_of_queries(mask, (0, dims.T), dims.S, plan.config.block_kv)
     else:
-        visits = _visits_of_queries(plan, block.t0, plan.config.block_q)
+        visits = _visits(plan, block.t0, plan.config.block_q)
     if plan.config.kv_splits > 1:
         visits = schedule.part_of(visits, block.part, plan.config.kv_splits, plan.kv_blocks)
     return Steps.of(visits)
@@ -79,7 +80,7 @@ def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: A
     if not plan.skips_steps:
         return steps
     t0 = block.t0 + wg * 64
-    part = steps.of_part(_visits_of_queries(plan, t0, 64))
+    part = steps.of_part(_visits(plan, t0, 64))
     is_there = t0 >= 0 if plan.blocks.front_padding else t0 < plan.problem.dims.T
     first, end = (jnp.where(is_there, i, steps.end) for i in (part.first, part.end))
     return part._replace(first=first, end=end)
@@ -90,22 +91,8 @@ def array_steps(plan: ForwardPlan, steps: Steps, i: Any) -> Any:
     return i if plan.score_streams or not plan.arrays.streamed else steps.boundary_steps_before(i)
 
 
-def scalars_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> dict[int, Any]:
-    """Returns the arrays without positions, by number."""
-    arrays = plan.arrays
-    value = lambda a: arrays[a].restore(gmem.arrays[a][arrays[a].index(block.b, block.n)])
-    return {a: value(a) for a in arrays.of_kind("scalar")}
-
-
-def _visits_of_queries(plan, t0, count):
+def _visits(plan, t0, count):
     """The key blocks that `count` queries from t0 on visit, under a mask without arrays."""
-    dims, mask = plan.problem.dims, plan.problem.mask
-    if mask is None:
-        everything = (0, dims.S)
-        return schedule.visits(everything, everything, dims.S, plan.config.block_kv)
-    return _visits(plan, mask, plan.blocks.present(t0), jnp.minimum(t0 + count, dims.T))
-
-
-def _visits(plan, mask, *queries):
-    visited, full = (ask(*queries) for ask in (mask.kv_range, mask.full_kv_range))
-    return schedule.visits(visited, full, plan.problem.dims.S, plan.config.block_kv)
+    dims = plan.problem.dims
+    queries = plan.blocks.present(t0), jnp.minimum(t0 + count, dims.T)
+    return schedule.visits_of_queries(plan.problem.mask, queries, dims.S, plan.config.block_kv)
