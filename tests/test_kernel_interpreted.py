@@ -29,6 +29,10 @@ EIGHTY, MANY_KEYS = (
     Config(forward=ForwardConfig(block_kv=block_kv, pin_softmax=pins, ping_pong=True, rescale_under_qk=True))
     for block_kv, pins in ((80, True), (176, False))
 )
+GROUPED_ROWS, GROUPED_ROWS_OF_A_STEP = (
+    Config(forward=ForwardConfig(2, block_kv, pin_softmax=False, persistent_ctas=3, grouped_rows=True))
+    for block_kv in (64, 96)
+)
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -87,6 +91,15 @@ CASES = {
     "persistent, pairs, grouped heads, bias": (
         dataclasses.replace(BASE, T=300, N=4, K=2, score="bias_shared"),
         Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1, persistent_ctas=3)),
+    ),
+    "grouped rows": (dataclasses.replace(BASE, N=8, batch=(2,), mask="window_causal"), GROUPED_ROWS),
+    "grouped rows, one step, sinks": (
+        dataclasses.replace(BASE, T=203, N=8, K=2, mask="window", sinks="batch", batch=(2,)),
+        GROUPED_ROWS_OF_A_STEP,
+    ),
+    "grouped rows, more queries than keys, float16, sinks of -inf": (
+        dataclasses.replace(BASE, T=203, S=113, N=8, K=2, mask="window_int", sinks="heads", dtype="float16"),
+        GROUPED_ROWS_OF_A_STEP,
     ),
     "pairs and one that is left": (dataclasses.replace(BASE, T=170), PAIRED),
     "pairs, causal, every kind of score, sinks": (

@@ -31,6 +31,19 @@ def of_operands(problem: Problem, operands: Operands) -> Operands:
     return operands._replace(q=rows, score=_of_score(problem, operands.score), mask=_of_mask(problem, operands.mask))
 
 
+def of_window(problem: Problem, operands: Operands) -> Operands:
+    """Returns operands of a kernel that gathers rows itself, under a mask without arrays: sinks [B|1, K * 64, 1, 1].
+
+    It holds 64 rows, or a multiple, each of which has the sink of its head.
+    """
+    sinks = operands.sinks
+    if sinks is not None:
+        of_key_head = sinks.reshape(sinks.shape[0], problem.K, 1, problem.group)
+        rows = jnp.broadcast_to(of_key_head, (sinks.shape[0], problem.K, 64 // problem.group, problem.group))
+        sinks = rows.reshape(sinks.shape[0], problem.K * 64, 1, 1)
+    return operands._replace(mask=_of_mask(problem, operands.mask), sinks=sinks)
+
+
 def of_problem(problem: Problem) -> Problem:
     """Returns the problem of rows."""
     dims = problem.dims

@@ -48,11 +48,17 @@ def visits(visited: Range, full: Range, size: int, block: int, at_least: int = 1
     return Visits(first, full_first, full_last, last)
 
 
-def visits_of_queries(mask: Any, queries: Range, size: int, block: int) -> Visits:
-    """Returns `visits` of a block of queries [lo, hi), under a mask whose arrays are scalars; all where it is None."""
+def visits_of_queries(mask: Any, queries: Range, size: int, block: int, start: Any = 0) -> Visits:
+    """Returns `visits` of a block of queries [lo, hi), under a mask whose arrays are scalars; all where it is None.
+
+    `start`: the key that blocks are counted from.
+    """
     if mask is None:
         return visits((0, size), (0, size), size, block)
-    return visits(mask.kv_range(*queries), mask.full_kv_range(*queries), size, block)
+    visited, full = mask.kv_range(*queries), mask.full_kv_range(*queries)
+    if not is_equal(start, 0):
+        visited, full = (tuple(x - start for x in found) for found in (visited, full))
+    return visits(visited, full, size - start, block)
 
 
 def part_of(found: Visits, part: Any, parts: int, blocks: int) -> Visits:

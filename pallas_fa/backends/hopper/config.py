@@ -57,6 +57,8 @@ class ForwardConfig:
         epilogue of the block before, of another head too. 0: none.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
+      grouped_rows: the query heads of a key head are the rows of a query block, and its key blocks are counted from the
+        first key that it sees. For windows (evidence: forward/grouped-rows).
 
     `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
     still work.
@@ -73,6 +75,7 @@ class ForwardConfig:
     kv_splits: int = 1
     persistent_ctas: int = 0
     rescale_under_qk: bool = False
+    grouped_rows: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):

@@ -84,9 +84,12 @@ def _config_reason(problem):
         return None
     from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
     from pallas_fa.backends.hopper.config import Config
+    from pallas_fa.backends.hopper.forward import windows
 
     if isinstance(problem.config, Config):
         forward = problem.config.forward
+        if forward is not None and forward.grouped_rows and (reason := windows.why_not(problem)):
+            return f"config={problem.config!r} groups rows, and {reason}"
         if forward is None or forward.kv_splits == 1:
             return None
         if problem.mask is not None and problem.mask.has_blocks:

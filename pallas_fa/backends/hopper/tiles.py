@@ -34,6 +34,7 @@ OfChunk = Callable[[int], Any]
 class Tiles:
     """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory.
 
+    `group`: so many heads lie together in a tile, as rows that alternate (`grouped_rows`); a head is then such a group.
     `sharers`: warpgroups that each take a part of the columns as operand of a matmul, where the head dim is one chunk.
     `swizzle_bytes`: the width of the swizzled pieces of a row at most, and of a chunk where the tile is not copied at once.
     """
@@ -49,6 +50,7 @@ class Tiles:
     multiple: int = 64
     sharers: int = 1
     swizzle_bytes: int = 128
+    group: int = 1
 
     def summed_over(self, rows: int) -> "Tiles":
         """Returns tiles of `rows` rows that a matmul sums over: it takes as many at once as a swizzled piece is wide."""
@@ -102,6 +104,10 @@ class Tiles:
         """Chunks of a tile, of all its parts, each copied by one TMA instruction."""
         return self.parts * self.chunks
 
+    def arrivals(self, rows: int) -> int:
+        """Returns how often loading a tile of `rows` rows arrives on its barriers."""
+        return self.copies * (rows // self.group if self.group > 1 and self._one_view else 1)
+
     def scratch(self, *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
         views = self.views(*lead, rows=rows)
@@ -113,6 +119,8 @@ class Tiles:
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzled))
         if self._one_view:
             return (matrix,)
+        rows_of_chunk = (rows,) if self.group == 1 else (rows // self.group, self.group)
+        shape = (*lead, self.copies, *rows_of_chunk, self.chunk)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
 
     def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
@@ -130,7 +138,7 @@ class Tiles:
     def load(
         self, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: "Any | OfChunk", column_part: Any = 0
     ) -> None:
-        """Starts copying rows of one head into a tile; arrives on `barrier`, or on that of each chunk, `copies` times."""
+        """Starts copying rows of one head into a tile; arrives on `barrier`, or on that of each chunk, `arrivals` times."""
         barrier_of = of_chunk(barrier)
         for i in range(self.copies):
             self.load_chunk(i, gmem, b, rows, head, copied.at[i], barrier_of(i), column_part)
@@ -138,13 +146,29 @@ class Tiles:
     def load_chunk(
         self, i: int, gmem: Any, b: Any, rows: Any, head: Any, copied: Any, barrier: Any, column_part: Any = 0
     ) -> None:
-        """Starts the copy of chunk i; arrives on `barrier` once."""
-        plgpu.copy_gmem_to_smem(self._part(gmem, b, rows, head, i, column_part), copied, barrier)
+        """Starts the copy of chunk i; of heads of their own, arrives on `barrier` once."""
+        for source, target in self._boxes(gmem, b, rows, head, i, column_part, copied):
+            plgpu.copy_gmem_to_smem(source, target, barrier)
 
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any, column_part: Any = 0) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
         for i in range(self.copies):
-            plgpu.copy_smem_to_gmem(copied.at[i], self._part(gmem, b, rows, head, i, column_part))
+            for target, source in self._boxes(gmem, b, rows, head, i, column_part, copied.at[i]):
+                plgpu.copy_smem_to_gmem(source, target)
+
+    def _boxes(self, gmem, b, rows, head, i, column_part, copied):
+        """Yields what is copied at once of a chunk: its place in device memory, and its part of the tile."""
+        if self.group == 1:
+            yield self._part(gmem, b, rows, head, i, column_part), copied
+            return
+        first, count = lax.div(rows.start, jnp.int32(self.group)), rows.size // self.group
+        heads = pl.ds(head * self.group, self.group)
+        if not self._one_view:
+            yield self._part(gmem, b, pl.ds(first, count), heads, i, column_part), copied
+            return
+        for query in range(count):
+            here = copied.at[pl.ds(query * self.group, self.group)]
+            yield self._part(gmem, b, first + query, heads, i, column_part), here
 
     def _part(self, gmem, b, rows, head, i, column_part):
         part, chunk = divmod(i, self.chunks)

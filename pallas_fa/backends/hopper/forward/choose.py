@@ -4,9 +4,11 @@ import jax
 import numpy as np
 
 from pallas_fa import masks
+from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
@@ -18,7 +20,13 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
-    return first_that_fits([ForwardPlan(problem, config, interpret) for config in configs], on_gpu, gpu)
+    return first_that_fits([_plan(problem, config, interpret) for config in configs], on_gpu, gpu)
+
+
+def _plan(problem, config, interpret):
+    if not config.grouped_rows:
+        return ForwardPlan(problem, config, interpret)
+    return ForwardPlan(grouped_rows.of_problem(problem), config, interpret, group=problem.group)
 
 
 def _facts(problem):
@@ -34,7 +42,12 @@ def _facts(problem):
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
         split=products.parts_of(problem) > 1,
         windowed=_is_windowed(problem),
+        window_keys=_window_keys(problem),
     )
+
+
+def _window_keys(problem):
+    return 0 if windows.why_not(problem) else windows.most_keys(grouped_rows.of_problem(problem), 2 * windows.ROWS)
 
 
 def _is_uniform(problem):

@@ -45,8 +45,7 @@ class Compute:
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
         # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
-        sinks = gmem.sinks
-        self.sink = None if sinks is None else sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
+        self.sink = None if gmem.sinks is None else self._sink(gmem.sinks)
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
@@ -60,6 +59,13 @@ class Compute:
         else:
             self._attend()
         return end, work.array_steps(plan, self.block_steps, end)
+
+    def _sink(self, sinks):
+        """The sink of each query, [64], where their heads differ; else a scalar."""
+        b, n = (self.block.b if sinks.shape[0] > 1 else 0), self.block.n
+        if self.plan.group == 1:
+            return sinks[b, n]
+        return plgpu.load(sinks.at[b, pl.ds(n * 64, 64)], layout=TILE.reduce(1), optimized=False)
 
     def _slot(self, i):
         return lax.rem(jnp.asarray(self.block.done + i, jnp.int32), self.plan.config.stages)
@@ -128,6 +134,9 @@ class Compute:
         boundary_step, full_step = (functools.partial(self._step, is_boundary=flag) for flag in (True, False))
         if not steps.starts_full and not is_equal(steps.boundary_end, after_first):
             carry = lax.fori_loop(after_first, steps.boundary_end, boundary_step, carry)
+        if is_equal(steps.end, after_first):
+            self._finish(*carry)
+            return
         full_first = jnp.maximum(steps.boundary_end, after_first)
         full_end = steps.end if steps.full_end is None else jnp.clip(steps.full_end, full_first, steps.end)
         carry = lax.fori_loop(full_first, full_end, full_step, carry)
@@ -171,8 +180,11 @@ class Compute:
         if self.sink is not None and self.plan.starts_at_sink:
             m = self.sink * (1 / self._unit)
             is_first = plgpu.broadcasted_iota(jnp.int32, l.shape, 1, layout=TILE) == 0
-            l = jnp.where(is_first, jnp.where(self.sink == -jnp.inf, 0.0, 1.0), l)
-        return plgpu.layout_cast(jnp.full((64,), m, jnp.float32), TILE.reduce(1)), l
+            weight = jnp.where(self.sink == -jnp.inf, 0.0, 1.0)
+            weight = lax.broadcast_in_dim(weight, l.shape, [0]) if weight.ndim else weight
+            l = jnp.where(is_first, weight, l)
+        m = m if jnp.ndim(m) else plgpu.layout_cast(jnp.full((64,), m, jnp.float32), TILE.reduce(1))
+        return m, l
 
     @property
     def _unit(self):

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.grouped_rows import of_window, per_query
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
@@ -38,6 +39,9 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
     plan = choose(problem, gpu, interpret)
+    if plan.group > 1:
+        out, lse = run(plan, of_window(problem, operands), None)
+        return out, per_query(problem, lse[:, :, : plan.problem.dims.T])
     out, lse = run(plan, operands, plan.table_of_visits(operands.mask))
     return out, jnp.swapaxes(lse[:, :, : problem.dims.T], 1, 2)
 
@@ -60,7 +64,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         _kernel(plan, *refs, **scratch)
 
     entries = dims.B * config.kv_splits
-    out_shape = ordered(plan.query_layout, (entries, dims.T, dims.N, problem.Hv))
+    out_shape = ordered(plan.query_layout, (entries, dims.T // plan.group, dims.N * plan.group, problem.Hv))
     lse_shape = entries, dims.N, pl.cdiv(dims.T, 64) * 64
     return launch(
         flash_attention_forward,
@@ -81,7 +85,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 class _Refs(NamedTuple):
     """Device memory.
 
-    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N], of grouped rows
+    [B|1, K * 64]; `dropout`: see there;
     `page_table`: None where keys and values are not in pages.
     """
 

@@ -54,7 +54,8 @@ class Load:
 
     def _rows_of_keys(self, steps, i):
         """Returns (rows of the key block of step i, their pages)."""
-        keys = pl.ds(steps.key_block(i) * self.plan.config.block_kv, self.plan.config.block_kv)
+        block_kv = self.plan.config.block_kv
+        keys = pl.ds(self.block.s0 + steps.key_block(i) * block_kv, block_kv)
         return keys, self._pages(keys)  # before the wait, so that it hides the latency of the table
 
     def _keys(self, i, keys, at):

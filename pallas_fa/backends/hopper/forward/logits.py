@@ -48,7 +48,7 @@ class Logits:
     def first_key(self, i: Any, visited: "Visited | None") -> Any:
         """Returns the first key of step i."""
         key_block = visited.key_block if visited else self.steps.key_block(i)
-        return key_block * self.plan.config.block_kv
+        return self.block.s0 + key_block * self.plan.config.block_kv
 
     def array_slot(self, i: Any) -> Any:
         """Returns the slot of the rings of arrays that step i uses."""

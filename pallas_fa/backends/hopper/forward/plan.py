@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
+from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
 
@@ -41,6 +42,7 @@ class ForwardPlan(ForwardCore):
 
     config: ForwardConfig
     rows_first: bool = False  # queries and output are in the layout "BNTH", whatever the problem's is
+    group: int = 1  # query heads that are rows of one tile: `problem` is that of rows, which are gathered by TMA
 
     @property
     def query_layout(self) -> Layout:
@@ -76,11 +78,16 @@ class ForwardPlan(ForwardCore):
         out = dataclasses.replace(out, dtype=problem.dtype, parts=1)
         column_parts = dict(column_parts=self.column_parts, multiple=64 * self.column_parts)
         v, out = (dataclasses.replace(x, **column_parts) for x in (v, out))
+        if self.group > 1:
+            q, out = (dataclasses.replace(x, group=self.group, in_chunks=True) for x in (q, out))
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         v = v.summed_over(self.config.block_kv)
         if self.config.kv_splits > 1:  # partial results are float32
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
+        if self.config.kv_splits > 1 or self.group > 1:
             v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
+            if v.chunk % out.chunk:
+                out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
             if v.chunk != out.chunk:
@@ -137,7 +144,15 @@ class ForwardPlan(ForwardCore):
     @property
     def has_padding_keys(self) -> bool:
         """Whether a step may see keys past the end of the sequence."""
+        if self.group > 1:  # key blocks end anywhere
+            dims = self.problem.dims
+            return self.problem.mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
         return super().has_padding_keys or self.config.kv_splits > 1
+
+    @functools.cached_property
+    def single_step(self) -> bool:
+        """Whether a query block visits one key block, whatever it sees."""
+        return self.group > 1 and windows.most_keys(self.problem, self.config.block_q) <= self.config.block_kv
 
     @property
     def rescales_under_qk(self) -> bool:
@@ -174,7 +189,7 @@ class ForwardPlan(ForwardCore):
         c = self.config
         shorter = self.problem.mask is not None and c.block_q > c.block_kv
         past_the_end = 0 < self.problem.dims.T % c.block_q <= c.block_q - 64
-        return not self.visit_table and c.compute_wgs > 1 and (shorter or past_the_end)
+        return self.group == 1 and not self.visit_table and c.compute_wgs > 1 and (shorter or past_the_end)
 
     @property
     def separate_out(self) -> bool:

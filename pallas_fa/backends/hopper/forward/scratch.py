@@ -50,7 +50,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.copies + len(columns)))
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.arrivals(64) + len(columns)))
     if plan.out_over_q:
         scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:

@@ -24,6 +24,7 @@ class ForwardFacts(NamedTuple):
     packed: it has segment ids or blocks, so these keys may be few.
     split: operands are in two parts.
     windowed: the mask, without arrays, rules out keys before the last queries.
+    window_keys: keys that a block of 128 grouped rows sees in a window; 0 where rows may not be grouped.
     """
 
     head_dim: int
@@ -36,6 +37,7 @@ class ForwardFacts(NamedTuple):
     packed: bool
     split: bool
     windowed: bool = False
+    window_keys: int = 0
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
@@ -46,6 +48,8 @@ _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
 _SHORT = ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL
 _LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
+# Its key blocks have as many keys as the query blocks see: a query block is one step.
+_GROUPED = ForwardConfig(2, pin_softmax=False, grouped_rows=True)
 _WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
@@ -58,6 +62,7 @@ def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
 # The tiles to try, the best first. The first of them takes as many pairs of query blocks as the next table says.
 TILES = Table(
     "forward/tiles",
+    Row((_GROUPED, *_SMALL), "forward/grouped-rows", **_H64, window_keys=Span(1, 160)),
     Row(
         (ForwardConfig(1, 64, q_in_registers=True, pin_softmax=False), *_SMALL),
         "forward/persistent-ctas",
@@ -154,6 +159,9 @@ PAIRS = Table(
 def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     """Returns the tiles to try, the best first."""
     best, *others = TILES.find(facts)
+    if best.grouped_rows:
+        block_kv = max(64, -(-facts.window_keys // 16) * 16)
+        return dataclasses.replace(best, block_kv=block_kv, persistent_ctas=gpu.multiprocessors), *others
     blocks = -(-facts.length // best.block_q)
 
     def time(pairs):

@@ -9,12 +9,14 @@ from jax import lax
 from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
+from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
 
 class QueryBlock(NamedTuple):
     """A query block of one head: batch entry, query head, its number, its first query (negative in front padding).
 
+    `s0`: the key that its key blocks are counted from.
     `part`: which part of its keys; `column_part`: which part of the output's columns.
     `done`, `arrays_done`: how many steps, and steps that used streamed arrays, this CTA did for blocks before.
     """
@@ -25,6 +27,7 @@ class QueryBlock(NamedTuple):
     column_part: Any
     number: Any
     t0: Any
+    s0: Any
     done: Any
     arrays_done: Any
 
@@ -42,10 +45,20 @@ def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]])
 def _of_place(plan, at, role, done):
     cta, column_part = _split(at.cta, plan.column_parts)
     cta, part = _split(cta, plan.config.kv_splits)
-    one = lambda number, *done: role(
-        QueryBlock(at.b, at.head, part, column_part, number, plan.blocks.start(number), *done)
-    )
+
+    def one(number, *done):
+        t0 = plan.blocks.start(number)
+        return role(QueryBlock(at.b, at.head, part, column_part, number, t0, _first_key(plan, t0), *done))
+
     return plan.blocks.for_each(cta, one, done)
+
+
+def _first_key(plan, t0):
+    if plan.group == 1:
+        return 0
+    first, _ = plan.problem.mask.kv_range(*_queries(plan, t0, plan.config.block_q))
+    unit = windows.KEY_MULTIPLE
+    return lax.div(jnp.clip(first, 0, plan.problem.dims.S - 1), jnp.int32(unit)) * unit
 
 
 def _split(x, count):
@@ -69,7 +82,7 @@ def steps_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> Steps:
         _, mask = arrays.with_scalars(arrays.scalars(gmem.arrays, block.b, block.n))
         visits = schedule.visits_of_queries(mask, (0, dims.T), dims.S, plan.config.block_kv)
     else:
-        visits = _visits(plan, block.t0, plan.config.block_q)
+        visits = _visits(plan, block.t0, plan.config.block_q, block.s0)
     if plan.config.kv_splits > 1:
         visits = schedule.part_of(visits, block.part, plan.config.kv_splits, plan.kv_blocks)
     return Steps.of(visits)
@@ -91,8 +104,13 @@ def array_steps(plan: ForwardPlan, steps: Steps, i: Any) -> Any:
     return i if plan.score_streams or not plan.arrays.streamed else steps.boundary_steps_before(i)
 
 
-def _visits(plan, t0, count):
-    """The key blocks that `count` queries from t0 on visit, under a mask without arrays."""
-    dims = plan.problem.dims
-    queries = plan.blocks.present(t0), jnp.minimum(t0 + count, dims.T)
-    return schedule.visits_of_queries(plan.problem.mask, queries, dims.S, plan.config.block_kv)
+def _visits(plan, t0, count, s0=0):
+    """The key blocks, from key s0 on, that `count` queries from t0 on visit, under a mask without arrays."""
+    if plan.single_step:
+        return schedule.Visits(0, 0, 0, 1)
+    queries, S, block_kv = _queries(plan, t0, count), plan.problem.dims.S, plan.config.block_kv
+    return schedule.visits_of_queries(plan.problem.mask, queries, S, block_kv, s0)
+
+
+def _queries(plan, t0, count):
+    return plan.blocks.present(t0), jnp.minimum(t0 + count, plan.problem.dims.T)
