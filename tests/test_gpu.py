@@ -100,6 +100,17 @@ DROPOUT_CASES = tuple(
     Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=128, Hv=128, dropout=0.3),
     Case(8, 1024, "full", "plain", "bfloat16", N=4, K=2, H=128, Hv=128, dropout=0.3),
 )
+# Of the heads of a key head as rows, and of a head of its own; queries and keys past the other's end; sinks.
+WINDOW_CASES = tuple(
+    Case(T, S, mask, "plain", DTYPES[i % 2], N=N, K=2, H=H, Hv=Hv, sinks=sinks)
+    for i, (N, H, Hv) in enumerate(((16, 64, 64), (8, 128, 128), (4, 72, 40), (2, 64, 64), (6, 64, 64)))
+    for T, S, mask, sinks in (
+        (1000, 1000, "window_causal", None),
+        (1001, 517, "window", "heads"),
+        (333, 1517, "window_int", "batch"),
+        (1500, 1500, "window_bottom_right", None),
+    )
+)
 FLOAT32_CASES = tuple(
     dict.fromkeys(
         dataclasses.replace(case, dtype="float32")
@@ -117,7 +128,9 @@ def poisoned_memory():
 
 
 @pytest.mark.parametrize(
-    "case", KERNEL_CASES + WIDE_CASES + LARGE_CASES + LONG_CASES + RELATIVE_CASES + DROPOUT_CASES, ids=str
+    "case",
+    KERNEL_CASES + WIDE_CASES + LARGE_CASES + LONG_CASES + RELATIVE_CASES + DROPOUT_CASES + WINDOW_CASES,
+    ids=str,
 )
 def test_kernels_are_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)

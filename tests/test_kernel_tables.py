@@ -103,6 +103,30 @@ def test_tiles_fit_the_gpu_that_is_given(H):
         assert less[0].config != forward.config and less[1].config != backward[0].config
 
 
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "H", "window", "keywords", "tiles"),
+    [
+        (64, 8, 64, 127, {}, (2, 144, True)),
+        (64, 16, 64, 127, {}, (2, 160, True)),
+        (8, 1, 128, 63, {}, (2, 80, True)),
+        (16, 16, 64, 127, {}, (3, 64, False)),
+        (64, 8, 64, 127, {"layout": "BNTH"}, (3, 64, False)),
+        (24, 8, 64, 127, {}, (3, 64, False)),
+        (64, 8, 64, 127, {"logits_soft_cap": 30.0}, (3, 128, False)),
+    ],
+)
+def test_short_windows_have_tiles_of_their_own(heads, key_heads, H, window, keywords, tiles):
+    shapes = [(2, 1024, n, H) for n in (heads, key_heads)]
+    if "layout" in keywords:
+        shapes = [(b, n, t, h) for b, t, n, h in shapes]
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    found = []
+    call = lambda q, k: normalise(q, k, k, is_causal=True, local_window_size=(window, 0), **keywords)
+    jax.eval_shape(lambda q, k: found.append(call(q, k)[0]), q, k)
+    config = choose_forward.choose(found[0], H200).config
+    assert (config.compute_wgs, config.block_kv, config.grouped_rows) == tiles
+
+
 @pytest.mark.parametrize(("multiprocessors", "pairs"), [(16, 2), (32, 1), (64, 0)])
 def test_pairs_of_query_blocks_depend_on_multiprocessors(multiprocessors, pairs):
     """8 heads of 8 query blocks: few multiprocessors are kept busy by CTAs of several blocks, many are not."""

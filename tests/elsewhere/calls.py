@@ -21,6 +21,7 @@ from pallas_fa.backends.hopper.backward.table import BackwardFacts as HopperBack
 from pallas_fa.backends.hopper.backward.table import backward_configs as hopper_backward_configs
 from pallas_fa.backends.hopper.config import Config as HopperConfig
 from pallas_fa.backends.hopper.forward import forward as hopper_forward
+from pallas_fa.backends.hopper.forward.choose import choose as hopper_choose_forward
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan as HopperForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu as hopper_forward_scratch
 from pallas_fa.backends.hopper.forward.table import ForwardFacts as HopperForwardFacts
@@ -63,6 +64,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
             yield from _mma_decode(gpu, head_dim, in_pages=causal)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
+            if causal and head_dim in (64, 128):
+                yield from _hopper_windows(gpu, head_dim)
 
 
 def _arrays(head_dim):
@@ -166,6 +169,18 @@ def _hopper(gpu, head_dim, causal):
         if hopper_backward.why_no_backward(problem, gpu) is None:
             run = functools.partial(_hopper_backward, problem, gpu)
             yield Call("hopper backward", head_dim, tiles, causal, run, (x, x, x, x, row, x, row))
+
+
+def _hopper_windows(gpu, head_dim):
+    """Of short windows, whose tiles depend on how many query heads a key head has."""
+    for group in (8, 4, 1):
+        q, k = (jax.ShapeDtypeStruct((B, T, heads, head_dim), jnp.bfloat16) for heads in (N, N // group))
+        bound = lambda q, k: normalise(q, k, k, is_causal=True, local_window_size=(127, 0))
+        found = []
+        jax.eval_shape(lambda q, k, bound=bound, found=found: found.append(bound(q, k)[0]), q, k)
+        tiles = hopper_choose_forward(found[0], gpu).config
+        run = lambda q, k, bound=bound: hopper_forward.forward(*bound(q, k), gpu)
+        yield Call("hopper forward, window", head_dim, tiles, True, run, (q, k))
 
 
 def _hopper_backward(problem, gpu, q, k, v, out, lse, d_out, d_lse):

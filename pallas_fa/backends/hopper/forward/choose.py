@@ -42,8 +42,14 @@ def _facts(problem):
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
         split=products.parts_of(problem) > 1,
         windowed=_is_windowed(problem),
+        window=_window(problem),
         window_keys=_window_keys(problem),
     )
+
+
+def _window(problem):
+    is_short = problem.score is None and windows.is_static(problem.mask)
+    return problem.mask.left + problem.mask.right + 1 if is_short else 0
 
 
 def _window_keys(problem):

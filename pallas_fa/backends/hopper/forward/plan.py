@@ -145,8 +145,8 @@ class ForwardPlan(ForwardCore):
     def has_padding_keys(self) -> bool:
         """Whether a step may see keys past the end of the sequence."""
         if self.group > 1:  # key blocks end anywhere
-            dims = self.problem.dims
-            return self.problem.mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
+            dims, mask = self.problem.dims, self.problem.mask
+            return mask is None or mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
         return super().has_padding_keys or self.config.kv_splits > 1
 
     @functools.cached_property

@@ -24,6 +24,7 @@ class ForwardFacts(NamedTuple):
     packed: it has segment ids or blocks, so these keys may be few.
     split: operands are in two parts.
     windowed: the mask, without arrays, rules out keys before the last queries.
+    window: keys that a query sees at most, where the mask is a window of ints on both sides and there is no score; else 0.
     window_keys: keys that a block of 128 grouped rows sees in a window; 0 where rows may not be grouped.
     """
 
@@ -37,6 +38,7 @@ class ForwardFacts(NamedTuple):
     packed: bool
     split: bool
     windowed: bool = False
+    window: int = 0
     window_keys: int = 0
 
 
@@ -45,11 +47,10 @@ _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
+_SHORT_WINDOW: dict[str, Any] = dict(window=Span(1, 256), split=False)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
 _SHORT = ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL
 _LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
-# Its key blocks have as many keys as the query blocks see: a query block is one step.
-_GROUPED = ForwardConfig(2, pin_softmax=False, grouped_rows=True)
 _WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
@@ -59,10 +60,18 @@ def _two_warpgroups(**options) -> tuple[ForwardConfig, ...]:
     return best, best, ForwardConfig(2, pin_softmax=False), *_SMALL
 
 
+def _grouped(*stages: int) -> tuple[ForwardConfig, ...]:
+    # `forward_configs` gives their key blocks as many keys as the query blocks see: a query block is one step.
+    return *(ForwardConfig(2, stages=n, pin_softmax=False, grouped_rows=True) for n in stages), *_SMALL
+
+
 # The tiles to try, the best first. The first of them takes as many pairs of query blocks as the next table says.
 TILES = Table(
     "forward/tiles",
-    Row((_GROUPED, *_SMALL), "forward/grouped-rows", **_H64, window_keys=Span(1, 160)),
+    Row(_grouped(2), "forward/grouped-rows", **_H64, window_keys=Span(1, 160)),
+    Row(_grouped(2, 1), "forward/grouped-rows", **_H128, window_keys=Span(1, 144)),
+    Row(_grouped(1), "forward/grouped-rows", **_H128, window_keys=Span(145, 160)),
+    Row((ForwardConfig(3, 64, 4, pin_softmax=False), *_SMALL), "forward/short-windows", **_H64, **_SHORT_WINDOW),
     Row(
         (ForwardConfig(1, 64, q_in_registers=True, pin_softmax=False), *_SMALL),
         "forward/persistent-ctas",
@@ -136,6 +145,7 @@ TILES = Table(
 
 PERSISTENT = Table(
     "forward/persistent-ctas",
+    Row(True, "forward/short-windows", **_H64, **_SHORT_WINDOW),
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(False),
@@ -144,6 +154,7 @@ PERSISTENT = Table(
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
 PAIRS = Table(
     "forward/q-blocks-per-cta",
+    Row((0,), "forward/short-windows", **_H64, **_SHORT_WINDOW),
     Row((0,), "library/float32-products", split=True),  # two query blocks don't fit shared memory
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
@@ -160,8 +171,7 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     """Returns the tiles to try, the best first."""
     best, *others = TILES.find(facts)
     if best.grouped_rows:
-        block_kv = max(64, -(-facts.window_keys // 16) * 16)
-        return dataclasses.replace(best, block_kv=block_kv, persistent_ctas=gpu.multiprocessors), *others
+        return tuple(_for_window(x, facts, gpu) for x in (best, *others))
     blocks = -(-facts.length // best.block_q)
 
     def time(pairs):
@@ -175,3 +185,10 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
         return best, *others
     grid = Grid(1, facts.heads, -(-blocks // max(1, 2 * best.q_block_pairs)), 1)
     return dataclasses.replace(best, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors)), best, *others
+
+
+def _for_window(tiles, facts, gpu):
+    if not tiles.grouped_rows:
+        return tiles
+    block_kv = max(64, -(-facts.window_keys // 16) * 16)
+    return dataclasses.replace(tiles, block_kv=block_kv, persistent_ctas=gpu.multiprocessors)

@@ -10,6 +10,7 @@ from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import products
 from pallas_fa.masks.band import Window
+from pallas_fa.masks.base import Mask
 from pallas_fa.operands.pytree import is_static_int
 from pallas_fa.problem import Problem
 
@@ -17,10 +18,14 @@ ROWS = 64  # of a warpgroup: whole groups of heads
 KEY_MULTIPLE = 8  # TMA loads swizzled tiles from such a key on
 
 
+def is_static(mask: Mask | None) -> bool:
+    """Whether a mask is a window of ints on both sides."""
+    return isinstance(mask, Window) and all(is_static_int(x) for x in (mask.left, mask.right, mask.offset))
+
+
 def why_not(problem: Problem) -> str | None:
     """Returns None if the heads of a key head may be the rows of one query block, else the reason."""
-    mask = problem.mask
-    if not isinstance(mask, Window) or not all(is_static_int(x) for x in (mask.left, mask.right, mask.offset)):
+    if not is_static(problem.mask):
         return "a mask that is no window of ints on both sides"
     if problem.group == 1 or ROWS % problem.group:
         return f"{problem.group} query heads for a key head; it takes 2, 4, 8, 16, 32 or 64"

@@ -12,11 +12,13 @@ class DecodeFacts(NamedTuple):
     rows: queries of all heads of a key head, at most 64.
     head_dim: of q, k and v, the largest, rounded up to a multiple of 64.
     shared_memory: KB that a CTA may have.
+    heads: key heads of all batch entries for each multiprocessor.
     """
 
     rows: int
     head_dim: int
     shared_memory: int
+    heads: float = 0.0
 
 
 _16: dict[str, Any] = dict(rows=up_to(16))
@@ -32,6 +34,15 @@ def _tiles(rows: int, *sizes: tuple[int, int]) -> tuple[DecodeConfig, ...]:
 # The tiles to try, the best first; the later ones where arrays of masks and scores need the memory.
 TILES = Table(
     "decode/mma-tiles",
+    # Three CTAs on a multiprocessor where there are as many.
+    Row(
+        (*_tiles(16, (64, 2)), *_tiles(32, (32, 2))),
+        "decode/mma-on-hopper",
+        **_16,
+        **_H128,
+        **_TWO_CTAS,
+        heads=at_least(3),
+    ),
     Row((*_tiles(16, (64, 3), (64, 2)), *_tiles(32, (32, 2))), **_16, **_H128, **_TWO_CTAS),
     Row((*_tiles(16, (64, 2)), *_tiles(32, (32, 2))), **_16),
     Row(_tiles(32, (64, 3), (64, 2), (32, 2)), **_32, **_H128, **_TWO_CTAS),
