@@ -15,7 +15,7 @@ from pallas_fa import masks, scores
 from pallas_fa.backends import choice, mma
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
-from pallas_fa.backends.record import NEVER_RUN
+from pallas_fa.backends.record import NEVER_RUN, SLOWER_ON_HOPPER
 from pallas_fa.problem import normalise
 
 NAMES = ("mosaic_gpu", "mma", "xla", "reference")
@@ -290,6 +290,7 @@ def test_other_gpus_than_hopper_run_the_kernels_by_mma_when_named(capability, mo
 def test_hopper_runs_the_kernels_by_mma_when_named():
     call = problem(dtype="bfloat16", H=64)
     assert chosen(call, None) == chosen(call, "mosaic_gpu") == "mosaic_gpu"
+    assert lines(*inputs("bfloat16", 64))["mma"] == f"could, but only when named: {SLOWER_ON_HOPPER}"
     assert chosen(call, "mma") == "mma"
 
 

@@ -30,6 +30,7 @@ NO_TILES = "it has no tiles to configure, but config={config!r} was given"
 
 
 NEVER_RUN = "compiled for this GPU, but not run on one yet"
+SLOWER_ON_HOPPER = "tested on this GPU, where the kernels for Hopper are faster"
 RUN_IN_PART = "run on this GPU for a part of its tests, not for all yet"
 NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"
 

@@ -76,10 +76,11 @@ class Dims:
         if "B" in letters and x.ndim == nb + len(inner):
             want = self.batch + want
         if x.ndim != len(want) or any(have not in (1, size) for have, size in zip(x.shape, want, strict=True)):
-            meaning = ", ".join(_AXES[letter] for letter in letters)
+            meaning, of_all = ", ".join(_AXES[letter] for letter in letters), tuple(sizes[letter] for letter in inner)
+            for_batch = f", or [{', '.join(inner)}] for the whole batch, here {of_all}" if "B" in letters else ""
             raise ValueError(
                 f"{name}.shape={tuple(x.shape)} does not fit: {name} has the shape [{', '.join(letters)}] ({meaning}),"
-                f" here {(self.batch if 'B' in letters else ()) + tuple(sizes[letter] for letter in inner)}, or all dims,"
+                f" here {(self.batch if 'B' in letters else ()) + of_all}{for_batch}, or all dims,"
                 f" broadcastable to [*B, N, T, S]={(*self.batch, self.N, self.T, self.S)}. Reshape it to one of these."
             )
         batch = x.shape[: x.ndim - len(inner)]

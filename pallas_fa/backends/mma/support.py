@@ -9,7 +9,7 @@ import jax
 from pallas_fa.backends.gpu import head_dims
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import why_not, why_not_functions
-from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.backends.record import NEVER_RUN, NO_GRADIENTS_OF_PAGES, SLOWER_ON_HOPPER, Support
 from pallas_fa.operands import diagonals
 from pallas_fa.problem import Problem
 
@@ -26,7 +26,8 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     from pallas_fa.backends.mma.backward.backward import why_no_backward
 
     no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
-    return Support(None, no_backward, _remark(problem, kernels, gpu), NEVER_RUN)
+    only_named = SLOWER_ON_HOPPER if gpu.compute_capability == "9.0" else NEVER_RUN
+    return Support(None, no_backward, _remark(problem, kernels, gpu), only_named)
 
 
 def runs_on(gpu: Gpu) -> bool:
