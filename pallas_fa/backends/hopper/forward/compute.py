@@ -45,12 +45,16 @@ class Compute:
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
         # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
-        self.sink = None if gmem.sinks is None else self._sink(gmem.sinks)
+        sinks, self.sink = gmem.sinks, None
+        if sinks is not None and not plan.sink_rows:
+            self.sink = sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
         plan, steps, end = self.plan, self.steps, self.block_steps.end
         plgpu.barrier_wait(self.scratch["q_ready"])
+        if plan.sink_rows:
+            self.sink = plgpu.load(self.scratch["sinks_smem"], layout=TILE.reduce(1))
         if plan.skips_steps:
             pl.loop(0, steps.first)(self._skip)
             pl.when(steps.first < steps.end)(self._attend)
@@ -59,13 +63,6 @@ class Compute:
         else:
             self._attend()
         return end, work.array_steps(plan, self.block_steps, end)
-
-    def _sink(self, sinks):
-        """The sink of each query, [64], where their heads differ; else a scalar."""
-        b, n = (self.block.b if sinks.shape[0] > 1 else 0), self.block.n
-        if self.plan.group == 1:
-            return sinks[b, n]
-        return plgpu.load(sinks.at[b, pl.ds(n * 64, 64)], layout=TILE.reduce(1), optimized=False)
 
     def _slot(self, i):
         return lax.rem(jnp.asarray(self.block.done + i, jnp.int32), self.plan.config.stages)
