@@ -4,7 +4,6 @@ import jax
 import numpy as np
 
 from pallas_fa import masks
-from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper import products
@@ -26,7 +25,7 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
 def _plan(problem, config, interpret):
     if not config.grouped_rows:
         return ForwardPlan(problem, config, interpret)
-    return ForwardPlan(grouped_rows.of_problem(problem), config, interpret, group=problem.group)
+    return ForwardPlan(windows.rows_of(problem), config, interpret, grouped=problem)
 
 
 def _facts(problem):
@@ -53,7 +52,7 @@ def _window(problem):
 
 
 def _window_keys(problem):
-    return 0 if windows.why_not(problem) else windows.most_keys(grouped_rows.of_problem(problem), 2 * windows.ROWS)
+    return 0 if windows.why_not(problem) else windows.most_keys(windows.rows_of(problem), 2 * windows.ROWS)
 
 
 def _is_uniform(problem):
