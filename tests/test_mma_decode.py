@@ -123,6 +123,14 @@ def test_what_the_kernel_does_not_take(changed, message):
         pallas_fa.paged_attention(*arguments, implementation="mma", config=sizes["config"])
 
 
+@pytest.mark.parametrize(("B", "stages"), [(64, 2), (32, 3), (1, 3)])
+def test_many_sequences_have_three_ctas_on_a_multiprocessor(B, stages):
+    q, k = (jax.ShapeDtypeStruct((B, *shape, 128), jnp.bfloat16) for shape in ((1, 32), (4096, 8)))
+    found = []
+    jax.eval_shape(lambda q, k: found.append(normalise(q, k, k)[0]), q, k)
+    assert choose(found[0], Gpu("9.0", 132, 227 * 1024)).config.stages == stages
+
+
 def test_more_queries_do_not_split_keys():
     with pytest.raises(NotImplementedError, match="T=17 is more than 16 queries"):
         pallas_fa.dot_product_attention(*of_hopper.inputs(17), implementation="mma", config=Config(decode=TILES[0]))
