@@ -107,7 +107,9 @@ def _norm(tree: Params, shardings: Any) -> jax.Array:
 
     def of_parts(parts: Params) -> jax.Array:
         total = _sum_of_squares(parts, copies)
-        return jax.lax.psum(total, tuple(axes)) if axes else total
+        # In the mesh's order: that of a set differs between processes, and the order of the sum with it.
+        ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
+        return jax.lax.psum(total, ordered) if ordered else total
 
     return jnp.sqrt(jax.shard_map(of_parts, mesh=mesh, in_specs=(specs,), out_specs=P())(tree))
 

@@ -71,13 +71,16 @@ ENVIRONMENT = {
 }
 
 
-def on_eight_devices(program, *arguments):
-    """What the program prints for each of the arguments, in processes that see the CPU as 8 devices."""
+def on_eight_devices(program, *arguments, hash_seed=0):
+    """What the program prints for each of the arguments, in processes that see the CPU as 8 devices.
+
+    `hash_seed`: the order of sets depends on it, and nothing else may.
+    """
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", program, json.dumps(argument)],
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(hash_seed)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -154,7 +157,7 @@ def test_every_mesh_gives_the_losses_of_one_device_and_resumes_on_any_other(star
         shutil.copytree(out(source), out(name))
         shutil.rmtree(tmp_path / name / "checkpoints" / str(STEPS))
         calls.append(["--out", out(name), "--resume", *on(mesh)])
-    on_eight_devices(TRAIN, calls)
+    on_eight_devices(TRAIN, calls, hash_seed=1)
 
     for name, mesh in meshes.items():
         assert recorded_mesh(tmp_path / name) == mesh
