@@ -3,7 +3,7 @@
 FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: in the usual case, five matmuls in one kernel. A CTA holds one
 key block of one key head. It loops over the query heads that share the key head and, for each, over the tiles of queries
 that the mask lets see the block. dK and dV stay in registers; dQ is added up in device memory. Large head dims, and
-gradients that must be the same bit for bit, take two or three passes without such additions (`plan.passes`).
+gradients that must be the same bit for bit, take two or three passes without such additions (`choose.choose_passes`).
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward.choose import candidates, choose
+from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.kernel import kernel
-from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.operands.layout import ordered
@@ -32,7 +32,7 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
-    for kind in passes(problem):
+    for kind in choose_passes(problem, gpu):
         plans = candidates(problem, kind, gpu)
         if not plans:
             return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
@@ -57,7 +57,7 @@ def backward(
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
     operands = residuals.operands
-    plans = [choose(problem, kind, gpu, interpret) for kind in passes(problem)]
+    plans = [choose(problem, kind, gpu, interpret) for kind in choose_passes(problem, gpu)]
     (factor,) = {plan.lse_factor for plan in plans}
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them

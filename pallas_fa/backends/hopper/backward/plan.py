@@ -30,6 +30,16 @@ def passes(problem: Problem) -> tuple[Pass, ...]:
     return (Pass(("dk", "dv", "dq")),)
 
 
+def passes_with_sums(problem: Problem) -> tuple[Pass, ...] | None:
+    """Returns two passes that take six matmuls where head dims past 128 leave registers for them; None elsewhere.
+
+    The pass for dK adds dQ up as the single one does, in no fixed order (evidence: backward/two-passes-at-192).
+    """
+    leaves_registers = 128 < problem.H <= 192 and problem.Hv <= 128
+    ordered = has_per_query_gradients(problem) or problem.deterministic_gradients
+    return (Pass(("dv",)), Pass(("dk", "dq"))) if leaves_registers and not ordered else None
+
+
 class Padding(NamedTuple):
     """Where there may be NaN past a sequence length.
 
