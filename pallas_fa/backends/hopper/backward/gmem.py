@@ -9,7 +9,8 @@ class Refs(NamedTuple):
     """Device memory by role.
 
     `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
-    None; `ds_factors`: those of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of `dq_sums` (see `first_store`).
+    None. `ds_factors`: those of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter
+    for each tile of `dq_sums` (see `first_store`).
     """
 
     stationary_qk: Any
