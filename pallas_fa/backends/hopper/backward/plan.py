@@ -20,7 +20,7 @@ from pallas_fa.problem import Problem
 
 
 def passes(problem: Problem) -> tuple[Pass, ...]:
-    """Returns the passes over the logits that give all gradients.
+    """Returns the passes over the logits that give all gradients, whatever arrays mask and score have.
 
     One pass takes five matmuls, but it adds dQ up in no fixed order and can't sum gradients of arrays over keys. Two take
     seven. Three take eight, which is what fits registers at head dims past 128 (evidence: backward/one-fused-kernel).
