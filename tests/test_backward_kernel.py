@@ -104,6 +104,11 @@ CASES = {
         dataclasses.replace(BASE, T=112, S=200, H=96, Hv=80, mask="window_causal"),
         {"deterministic_gradients": True},
     ),
+    "head dim 192, sums of dQ": (
+        dataclasses.replace(BASE, T=136, S=200, N=4, K=2, H=192, Hv=128, mask="causal"),
+        {},
+    ),
+    "head dim 192, lengths that are no multiples of 8": (dataclasses.replace(BASE, H=192, Hv=128, mask="lengths"), {}),
     "unequal head dims": (dataclasses.replace(BASE, H=64, Hv=128, mask="causal"), {}),
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),
@@ -366,6 +371,14 @@ def test_every_score_lowers(score):
 def test_every_head_dim_lowers(H, Hv, count):
     assert lower_backward(dataclasses.replace(LOWERED, mask="causal", H=H, Hv=Hv)) == count
     assert lower_backward(dataclasses.replace(LOWERED, mask="dense", score="bias", H=H, Hv=Hv)) == count
+
+
+def test_head_dim_192_takes_two_passes_where_their_tiles_fit():
+    case = dataclasses.replace(LOWERED, S=304, mask="causal", H=192, Hv=128)
+    assert lower_backward(case) == 2
+    assert lower_backward(dataclasses.replace(case, mask="segments")) == 2
+    assert lower_backward(dataclasses.replace(case, mask="dense", score="bias")) == 3
+    assert lower_backward(case, deterministic_gradients=True) == 3
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 7), (799, 3), (239, 1), (1023, 1024)])

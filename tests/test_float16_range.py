@@ -48,10 +48,14 @@ def test_logits_past_the_largest_number():
     np.testing.assert_allclose(lse, truth.lse, rtol=1e-5)
 
 
-def test_gradients_of_logits_that_pass_the_largest_number():
-    inputs = inputs_of(BASE, qk=0.1, v=16.0, d_out=4e3)
+@pytest.mark.parametrize("changes", [{}, {"H": 192, "Hv": 128, "S": 96, "T": 72}, {"H": 64, "Hv": 320}], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_logits_that_pass_the_largest_number(changes, deterministic):
+    """In one pass, in two and in three; and where warpgroups share the rows of values."""
+    inputs = inputs_of(dataclasses.replace(BASE, **changes), qk=0.1, v=16.0, d_out=4e3)
     truth = oracle.attention(inputs)
     problem, residuals, d_out, d_lse = residuals_of(inputs)
+    problem = dataclasses.replace(problem, deterministic_gradients=deterministic)
     gradients, races = test_backward_kernel.interpreted(problem, *residuals, d_out, d_lse)
     assert not races
     of_xla = xla.backward(problem, residuals, d_out, d_lse)

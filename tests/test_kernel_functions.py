@@ -11,6 +11,7 @@ from jax import lax
 import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.gradient_tile import score_pullback
 from tests import test_custom_functions as functions
 from tests.elementwise_kernel import lower
 from tests.lowering import kernels
@@ -199,3 +200,12 @@ def test_calls_that_are_claimed_lower(score, mask):
         return _check_reason(told, score)
     found = kernels(jax.grad(loss, (0, 1, 2, 3)), q, k, k, functions.GAIN)
     assert found >= (1 if "xla computes its gradients" in told else 2)
+
+
+def test_numbers_of_a_derivative_meet():
+    """cap * (1 - tanh^2) / cap of a scaled logit: what is left to multiply by is the scale, once."""
+    x, dy = (jax.random.normal(jax.random.key(i), (64, 64)) for i in range(2))
+    pullback = lambda x, dy: score_pullback(x, dy, 0, 0, 0, 0, scores.SoftCap(3.0), 0.75)
+    ((dx, factor),) = elementwise.inline_products(pullback, x, dy)
+    assert factor == pytest.approx(0.75)
+    np.testing.assert_allclose(dx, dy * (1 - jnp.tanh(0.25 * x) ** 2), rtol=1e-5)

@@ -40,8 +40,14 @@ def inline(fn: Callable[..., Any], *args: Any) -> Any:
 
 def inline_times(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     """(x, factor) whose product is fn(*args), one array: a last multiplication by a number is left to the caller."""
-    ((x, product),) = _Evaluator(args).run(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args))
-    return product or (x, 1.0)
+    (product,) = inline_products(lambda *args: (fn(*args),), *args)
+    return product
+
+
+def inline_products(fn: Callable[..., tuple[Any, ...]], *args: Any) -> list[tuple[Any, float]]:
+    """As `inline_times`, for each of the arrays that `fn` returns."""
+    results = _Evaluator(args).run(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args))
+    return [product or (x, 1.0) for x, product in results]
 
 
 def why_not(fn: Callable[..., Any], *args: Any) -> str | None:
@@ -177,6 +183,10 @@ class _Evaluator:
         return index
 
 
+def _with_ones(variables, inputs):
+    return [(var, (value, 1.0)) for var, value in zip(variables, inputs, strict=True)]
+
+
 def _number(literal: Any):
     return np.asarray(literal.val, literal.aval.dtype)[()]
 
@@ -197,10 +207,15 @@ def _is_known(name):
 
 
 def _product(eqn, inputs, products):
-    """(value, number) of a float32 array multiplied or divided by a number, else None."""
+    """(value, number) of a float32 array multiplied or divided by a number, or of a product times an array, else None."""
     if eqn.primitive.name not in ("mul", "div") or eqn.outvars[0].aval.dtype != "float32":
         return None
     numbers = [isinstance(x, core.Literal) for x in eqn.invars]
+    if eqn.primitive.name == "mul" and not any(numbers):
+        (x, x_number), (y, y_number) = (products.get(*each) for each in _with_ones(eqn.invars, inputs))
+        number = x_number * y_number
+        same = jnp.shape(x) == jnp.shape(y) and number != 1.0 and 2.0**-60 < abs(number) < 2.0**60
+        return (x * y, number) if same else None
     if sum(numbers) != 1 or (eqn.primitive.name == "div" and not numbers[1]):
         return None
     var, value = eqn.invars[numbers.index(False)], inputs[numbers.index(False)]

@@ -3,11 +3,15 @@
 dS = P (dP - delta) is rounded to the dtype of the inputs, as an operand of dQ = dS K and dK = dS^T Q. Gradients are linear
 in their cotangents. So a power of two that keeps dS in range multiplies these, and divides the gradients. It is 1 where dS
 is in range, and the gradients are bit for bit what they would be without it.
+
+`in_float16_range` does so around a backward, in passes over arrays. The kernels for Hopper need none of these (`OfDs`): they
+scale the factor of dP = dO V^T that a CTA holds, and gradients where they are multiplied by the scale of the logits anyway
+(evidence: backward/float16-range).
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -29,11 +33,40 @@ def in_float16_range(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
         if problem.dtype != jnp.float16:
             return backward(problem, residuals, d_out, d_lse, *args, **options)
         exponent = _exponent(problem, residuals, d_out, d_lse)
-        times = lambda x, exponent: jnp.ldexp(x.astype(jnp.float32), exponent).astype(x.dtype)
-        gradients = backward(problem, residuals, times(d_out, -exponent), times(d_lse, -exponent), *args, **options)
-        return tuple(times(x, exponent) for x in gradients)
+        gradients = backward(problem, residuals, _times(d_out, -exponent), _times(d_lse, -exponent), *args, **options)
+        return tuple(_times(x, exponent) for x in gradients)
 
     return run
+
+
+class OfDs(NamedTuple):
+    """What keeps dS in range where it is computed: 2^-exponent of it is rounded.
+
+    `factors`: float32 [2], 2^-exponent and 2^exponent, as a kernel reads them; None where nothing is scaled.
+    """
+
+    exponent: Any = 0
+    factors: Any = None
+
+    @classmethod
+    def of(cls, problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> "OfDs":
+        """Returns it for the cotangents `d_out` and `d_lse`."""
+        if problem.dtype != jnp.float16:
+            return cls()
+        exponent = _exponent(problem, residuals, d_out, d_lse)
+        return cls(exponent, jnp.ldexp(jnp.ones((2,), jnp.float32), jnp.stack([-exponent, exponent])))
+
+    def scaled(self, x: Any) -> Any:
+        """Returns 2^-exponent x."""
+        return x if self.factors is None else _times(x, -self.exponent)
+
+    def restored(self, x: Any) -> Any:
+        """Returns 2^exponent x."""
+        return x if self.factors is None else _times(x, self.exponent)
+
+
+def _times(x, exponent):
+    return jnp.ldexp(x.astype(jnp.float32), exponent).astype(x.dtype)
 
 
 def _exponent(problem, residuals, d_out, d_lse):

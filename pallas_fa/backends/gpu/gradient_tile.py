@@ -1,7 +1,7 @@
 """Masks, scores and their derivatives on one tile of logits [stationary, streamed] of a backward kernel."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,33 +85,39 @@ class TileOfLogits:
         """Returns x, with 0 in the places of pairs that are not allowed."""
         return x if self.allowed is None else jnp.where(self.allowed, x, 0.0)
 
-    def before_score(self, plan: BackwardCore, x: Any, ds: Any, may_be_nan: bool) -> tuple[Any, list[Any]]:
-        """Returns (dS of the logits before the score, the gradients of the score's float arrays in this tile).
+    def without_nan(self, gradients: Sequence[Any], may_be_nan: bool) -> list[Any]:
+        """Returns `gradients` of the tile's shape, with 0 in the places of pairs that are not allowed.
 
-        Args:
-          plan: the pass's.
-          x: scaled logits before the score; not used without one.
-          ds: P (dP - delta).
-          may_be_nan: whether there may be NaN behind the mask; 0 * NaN is NaN.
+        `may_be_nan`: whether their factors may be NaN there; 0 * NaN is NaN. Else they are 0 already, since P is.
         """
-        if may_be_nan:
-            ds = self.zero_where_masked(ds)
-        if plan.problem.score is None:
-            return ds, []
-        ds, *gradients = map(self.zero_where_masked, self.pullback(x, ds))
-        return ds, gradients
+        return [self.zero_where_masked(x) if may_be_nan else x for x in gradients]
 
-    def scores(self, x: Any) -> Any:
-        """Returns logits after the score."""
+    def scores(self, x: Any, scale: float) -> tuple[Any, float]:
+        """Returns (y, factor), whose product are the logits after the score, where those before it are x * scale."""
         if self.score is None:
-            return x
-        apply = lambda x, t, s, score: evaluate(score, x, self.at.b, self.at.n, t, s)
-        return elementwise.inline(apply, x, self.t, self.s, self.score)
+            return x, scale
+        apply = lambda x, t, s, score: evaluate(score, _times(x, scale), self.at.b, self.at.n, t, s)
+        return elementwise.inline_times(apply, x, self.t, self.s, self.score)
 
-    def pullback(self, x: Any, dy: Any) -> tuple[Any, ...]:
-        """Returns (dx, gradients of the score's float arrays), float32 and of the tile's shape."""
-        pullback = lambda x, dy, t, s, score: score_pullback(x, dy, self.at.b, self.at.n, t, s, score)
-        return elementwise.inline(pullback, x, dy, self.t, self.s, self.score)
+    def pullback(self, x: Any, dy: Any, scale: float) -> tuple[Any, ...]:
+        """Returns (d(x * scale), gradients of the score's float arrays), float32 and of the tile's shape.
+
+        All of them are linear in `dy`, element by element. The derivative is taken of the very function of x that `scores`
+        evaluates, so that compilers find what they share, and the scale meets the numbers that the score multiplies by
+        (evidence: backward/score-derivative).
+        """
+        if self.score is None:
+            return (dy,)
+        if not 2.0**-40 < scale < 2.0**40:
+            x, scale = x * scale, 1.0
+        pullback = lambda x, dy, t, s, score: score_pullback(x, dy, self.at.b, self.at.n, t, s, score, scale)
+        (dx, factor), *gradients = elementwise.inline_products(pullback, x, dy, self.t, self.s, self.score)
+        return _times(dx, factor / scale), *(_times(*gradient) for gradient in gradients)
+
+
+def _times(x, factor):
+    """x * factor, but x where only the rounding of numbers keeps the factor from 1."""
+    return x if abs(factor - 1) < 2.0**-40 else x * factor
 
 
 def _array(plan, i, at, shape, load):
@@ -126,9 +132,9 @@ def _array(plan, i, at, shape, load):
     return lax.broadcast_in_dim(x, shape, []) if gets_gradient else x
 
 
-def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any) -> tuple[Any, ...]:
-    """Returns (dx, gradients of the score's float arrays), all float32 [like x], for a gradient dy of the result."""
-    apply = lambda x, arrays: evaluate(with_float_arrays(score, arrays), x, b, n, t, s)
+def score_pullback(x: Any, dy: Any, b: Any, n: Any, t: Any, s: Any, score: Any, scale: float = 1.0) -> tuple[Any, ...]:
+    """Returns (dx, gradients of the score's float arrays), all float32 [like x], for a gradient dy of score(x * scale)."""
+    apply = lambda x, arrays: evaluate(with_float_arrays(score, arrays), _times(x, scale), b, n, t, s)
     # As float32, so that no gradient is rounded before it is summed.
     arrays = tuple(a.astype(jnp.float32) for a in float_arrays(score))
     dx, gradients = jax.vjp(apply, x, arrays)[1](dy)

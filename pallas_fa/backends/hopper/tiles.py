@@ -115,6 +115,15 @@ class Tiles:
         views = self.views(*lead, rows=rows)
         return views[0] if len(views) == 1 else plgpu.RefUnion(*views)
 
+    def rows_of(self, other: "Tiles", rows: int) -> int | None:
+        """Returns how many rows of `other` take the bytes of `rows` rows of these; None if no such tile has `rows` rows.
+
+        Tiles of two warpgroups that share memory must be apart by the same bytes: one may store while another still reads.
+        """
+        own, others = (x.copies * x.chunk * x.dtype.itemsize for x in (self, other))
+        fitting, rest = divmod(rows * own, others)
+        return None if rest or fitting < rows or fitting % 8 else fitting  # swizzled tiles have whole groups of 8 rows
+
     def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""
         shape = (*lead, self.copies, rows, self.chunk)
@@ -127,8 +136,10 @@ class Tiles:
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
 
     def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
-        """Returns shared memory for tiles like these, and for `other` of the same size later (see `over_another`)."""
-        return plgpu.RefUnion(*self.views(*lead, rows=rows), *other.views(*lead, rows=rows))
+        """Returns shared memory for tiles like these, and for `other`, no larger, later (see `over_another`)."""
+        rows_of_other = self.rows_of(other, rows)
+        assert rows_of_other is not None
+        return plgpu.RefUnion(*self.views(*lead, rows=rows), *other.views(*lead, rows=rows_of_other))
 
     def matrix(self, ref: Any) -> Any:
         """Returns the tensor cores' view of what `scratch` gave."""
@@ -203,11 +214,19 @@ def pieces(chunks: Sequence[Any], width: int) -> Iterator[Any]:
             yield x[:, column : column + width] if width < x.shape[1] else x
 
 
-def over_another(scratch: dict[str, Any], name: str, tiles: Tiles, other_name: str, other: Tiles) -> dict[str, Any]:
-    """Returns `scratch`, in which tiles `other` share the memory of `tiles`, with a ref of each under its own name."""
+def over_another(
+    scratch: dict[str, Any], name: str, tiles: Tiles, other_name: str, other: Tiles, rows: int
+) -> dict[str, Any]:
+    """Returns `scratch`, in which tiles `other` share the memory of `tiles`, with a ref of each under its own name.
+
+    `rows`: those of a tile of either; narrower tiles `other` lie as far apart as those that they share memory with.
+    """
     views = tuple(scratch[f"{name}_smem"])
-    first = len(tiles.views(rows=64))
+    first = len(tiles.views(rows=rows))
     one_or_all = lambda views: views if len(views) > 1 else views[0]
+    if tiles.rows_of(other, rows) != rows:
+        of_tile = (*(slice(None) for _ in views[first].shape[:-2]), pl.ds(0, rows))
+        views = (*views[:first], *(x.at[of_tile] for x in views[first:]))
     return scratch | {f"{name}_smem": one_or_all(views[:first]), f"{other_name}_smem": one_or_all(views[first:])}
 
 

@@ -3,7 +3,7 @@
 FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: in the usual case, five matmuls in one kernel. A CTA holds one
 key block of one key head. It loops over the query heads that share the key head and, for each, over the tiles of queries
 that the mask lets see the block. dK and dV stay in registers; dQ is added up in device memory. Large head dims, and
-gradients that must be the same bit for bit, take two or three passes without such additions (`plan.passes`).
+gradients that must be the same bit for bit, take two or three passes without such additions (`choose.choose_passes`).
 """
 
 from typing import Any
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.float16_range import in_float16_range
+from pallas_fa.backends.gpu.float16_range import OfDs
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward.choose import candidates, choose
+from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.kernel import kernel
-from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.scratch import scratch as scratch_of
 from pallas_fa.operands.layout import ordered
@@ -32,7 +32,7 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
-    for kind in passes(problem):
+    for kind in choose_passes(problem, gpu):
         plans = candidates(problem, kind, gpu)
         if not plans:
             return f"the backward kernel can't share its work between its warpgroups with config={problem.config!r}"
@@ -47,7 +47,6 @@ def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     return why_not_pullback(problem)
 
 
-@in_float16_range
 @padded_backward
 def backward(
     problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, gpu: Gpu, *, interpret: bool = False
@@ -57,9 +56,11 @@ def backward(
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
     operands = residuals.operands
-    plans = [choose(problem, kind, gpu, interpret) for kind in passes(problem)]
+    plans = [choose(problem, kind, gpu, interpret) for kind in choose_passes(problem, gpu)]
     (factor,) = {plan.lse_factor for plan in plans}
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
+    in_range = OfDs.of(problem, residuals, d_out, d_lse)
+    delta = in_range.scaled(delta)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
@@ -68,15 +69,19 @@ def backward(
     operands = operands._replace(q=q, k=k, v=v)
     found = {}
     for plan in plans:
-        found |= _run(plan, operands, d_out, neg_lse, delta, zero)
+        found |= _run(plan, operands, d_out, neg_lse, delta, in_range, zero)
     count = len(float_arrays(operands.score))
-    return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(count)), *d_sinks
+    of_arrays = (in_range.restored(found[i]) for i in range(count))
+    return found["dq"], found["dk"], found["dv"], *of_arrays, *d_sinks
 
 
-def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any, zero: Any) -> dict[Any, Any]:
+def _run(
+    plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any, in_range: OfDs, zero: Any
+) -> dict[Any, Any]:
     """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays.
 
-    `operands`: q, k and v as the kernel reads them. `zero`: where sums and counters in device memory start.
+    `operands`: q, k and v as the kernel reads them. `in_range`: by what dS is scaled, and the arrays' gradients with it.
+    `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
     starts = [jnp.full(shape, zero, dtype) for shape, dtype in ([dq.start] if dq and dq.start else [])]
@@ -93,6 +98,7 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
         neg_lse,
         delta,
         *plan.in_memory(operands),
+        *([in_range.factors] if plan.scales_ds else []),
         *added,
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and dq.is_result else ()),
@@ -108,7 +114,7 @@ def _run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta
     if dq:
         sums = (results if dq.is_result else added).pop(0)
         claims = added.pop(0) if dq.first_store else None
-        found["dq"] = sums if dq.is_final else _dq(plan, dq, sums, claims)
+        found["dq"] = sums if dq.is_final else _dq(plan, dq, in_range.restored(sums), claims)
     return found | plan.gradients(operands, results, added)
 
 

@@ -4,13 +4,21 @@ import jax
 
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.shared_memory import first_that_fits
+from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
-from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes, passes_with_sums
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
 from pallas_fa.problem import Problem
+
+
+def choose_passes(problem: Problem, gpu: Gpu) -> tuple[Pass, ...]:
+    """Returns the passes that give all gradients: those with sums of dQ where their tiles fit shared memory."""
+    fused = passes_with_sums(problem)
+    if fused and all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in fused):
+        return fused
+    return passes(problem)
 
 
 def choose(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) -> BackwardPlan:
@@ -38,4 +46,4 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
     plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
     if len(kind.gives) > 1:
         plans = [p for p in plans if not p.chunked]
-    return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk.padded_dim)]
+    return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk)]

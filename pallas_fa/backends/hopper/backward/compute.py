@@ -12,6 +12,7 @@ from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.padding import zero_stationary
+from pallas_fa.backends.hopper.backward.scale_ds import scale_stationary, times
 from pallas_fa.backends.hopper.backward.step import skip, step
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup, on_first_part
 from pallas_fa.backends.hopper.tiles import pieces
@@ -25,6 +26,8 @@ def compute(w: Warpgroup) -> Any:
         zero_stationary(w)
     if kind.accumulates_qk:
         plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_pv_ready"]))
+    if plan.scales_ds:
+        scale_stationary(w)
     if plan.several_blocks:
         _release_block_before(w)
     given = dict(qk=plan.tiles.stationary_qk) if kind.accumulates_qk else {}
@@ -73,7 +76,7 @@ def _store(w, d_qk, d_pv):
     if d_qk:
         if plan.dq and not plan.splits:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
-        staged = _stage(w, "stationary_qk", "stationary_qk", [x * plan.qk_scale for x in d_qk])
+        staged = _stage(w, "stationary_qk", "stationary_qk", [times(x, w.qk_scale) for x in d_qk])
         stores.append((*staged, "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
     for tiles, smem, gradient in stores:

@@ -93,6 +93,10 @@ class DqSums:
         return (self.key_blocks, *shape) if self.interpret else shape
 
 
-def can_share_dq(config: BackwardConfig, padded_dim: int) -> bool:
-    """Returns whether the warpgroups can share a tile of dQ, 64 rows for each: by rows, or by columns."""
-    return config.width == config.block or (config.width == 64 and padded_dim in (96, 128) and config.compute_wgs == 2)
+def can_share_dq(config: BackwardConfig, keys: Tiles) -> bool:
+    """Returns whether the warpgroups can share a tile of dQ = dS K, 64 rows for each: by rows, or by columns.
+
+    `keys`: how a tile of keys lies in memory. Of three chunks of 64 columns no warpgroup could take half.
+    """
+    halves = keys.padded_dim in (96, 128) or (keys.padded_dim == 192 and keys.whole)
+    return config.width == config.block or (config.width == 64 and halves and config.compute_wgs == 2)

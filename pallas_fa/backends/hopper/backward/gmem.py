@@ -9,7 +9,8 @@ class Refs(NamedTuple):
     """Device memory by role.
 
     `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
-    None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of `dq_sums` (see `first_store`).
+    None. `ds_factors`: those of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter
+    for each tile of `dq_sums` (see `first_store`).
     """
 
     stationary_qk: Any
@@ -21,6 +22,7 @@ class Refs(NamedTuple):
     arrays: tuple[Any, ...]
     visit_table: Any
     dropout: Any
+    ds_factors: Any
     dq_claims: Any
     dq_sums: Any
     added: dict[int, Any]
@@ -36,6 +38,7 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     arrays = tuple(take(len(plan.arrays)))
     visit_table = None if plan.visits.known else queue.pop(0)
     dropout = None if plan.problem.dropout is None else queue.pop(0)
+    ds_factors = queue.pop(0) if plan.scales_ds else None
     dq = queue.pop(0) if plan.dq and plan.dq.start else None
     added = dict(zip(scores.added, take(len(scores.added)), strict=True))
     claims, sums = None, dq
@@ -44,4 +47,4 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     gradients = dict(zip(plan.kind.stored, take(len(plan.kind.stored)), strict=True))
     summed = dict(zip(scores.summed, queue, strict=True))
     operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta
-    return Refs(*operands, arrays, visit_table, dropout, claims, sums, added, gradients, summed)
+    return Refs(*operands, arrays, visit_table, dropout, ds_factors, claims, sums, added, gradients, summed)

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
 from pallas_fa.backends.gpu.elementwise import LOG2E
@@ -18,7 +20,7 @@ from pallas_fa.problem import Problem
 
 
 def passes(problem: Problem) -> tuple[Pass, ...]:
-    """Returns the passes over the logits that give all gradients.
+    """Returns the passes over the logits that give all gradients, whatever arrays mask and score have.
 
     One pass takes five matmuls, but it adds dQ up in no fixed order and can't sum gradients of arrays over keys. Two take
     seven. Three take eight, which is what fits registers at head dims past 128 (evidence: backward/one-fused-kernel).
@@ -28,6 +30,16 @@ def passes(problem: Problem) -> tuple[Pass, ...]:
     if has_per_query_gradients(problem) or problem.deterministic_gradients:
         return Pass(("dk", "dv")), Pass(("dq",))
     return (Pass(("dk", "dv", "dq")),)
+
+
+def passes_with_sums(problem: Problem) -> tuple[Pass, ...] | None:
+    """Returns two passes that take six matmuls where head dims past 128 leave registers for them; None elsewhere.
+
+    The pass for dK adds dQ up as the single one does, in no fixed order (evidence: backward/two-passes-at-192).
+    """
+    leaves_registers = 128 < problem.H <= 192 and problem.Hv <= 128
+    ordered = has_per_query_gradients(problem) or problem.deterministic_gradients
+    return (Pass(("dv",)), Pass(("dk", "dq"))) if leaves_registers and not ordered else None
 
 
 class Padding(NamedTuple):
@@ -71,6 +83,11 @@ class BackwardPlan(BackwardCore):
         return self.config.statistics_last and not in_the_way
 
     @property
+    def scales_ds(self) -> bool:
+        """Whether dS may pass the largest number of its dtype, and is computed as a multiple (see `float16_range.OfDs`)."""
+        return self.problem.dtype == jnp.float16 and self.kind.accumulates_qk
+
+    @property
     def delta_first(self) -> bool:
         """Whether the accumulator of dP starts at -delta."""
         return not self.statistics_last and self.problem.dropout is None
@@ -78,9 +95,15 @@ class BackwardPlan(BackwardCore):
     @property
     def lse_factor(self) -> float:
         """What lse is multiplied by for the kernel (see `probabilities`)."""
-        if self.problem.score is not None or self.problem.scale <= 0:
-            return -1.0
+        if self.scored:
+            return -LOG2E if self.in_base_2 else -1.0
         return -LOG2E if self.statistics_last else -1 / self.problem.scale
+
+    @property
+    def in_base_2(self) -> bool:
+        """Whether logits become those of base 2 before they are shifted: of bounded scores the product keeps its digits."""
+        bound = None if self.problem.score is None else self.problem.score.bound
+        return bound is not None and bound <= 100
 
     @property
     def several_blocks(self) -> bool:

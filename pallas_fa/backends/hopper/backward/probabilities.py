@@ -66,24 +66,29 @@ def probabilities(
         s = wgmma.result(s_acc, in_flight=issued)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
         if plan.scored:
-            x = s * scale
-            # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
-            p = jnp.exp2((tile.scores(x) + statistic("neg_lse", slots.qk)) * LOG2E)
+            y, factor = tile.scores(s, scale)
+            if plan.in_base_2:
+                p = jnp.exp2(y * (factor * LOG2E) + statistic("neg_lse", slots.qk))
+            else:  # a bias such as -1e10 in the place of a mask leaves no digits for a rounded product
+                p = jnp.exp2((y * factor + statistic("neg_lse", slots.qk)) * LOG2E)
         elif statistics_last:
-            x, p = None, jnp.exp2(s * (scale * LOG2E) + statistic("neg_lse", slots.qk))
+            p = jnp.exp2(s * (scale * LOG2E) + statistic("neg_lse", slots.qk))
         else:
-            x, p = None, jnp.exp2(s * (scale * LOG2E))
+            p = jnp.exp2(s * (scale * LOG2E))
         p = tile.zero_where_masked(p)
         kept_p = p if kept is None else kept.select(p)
         p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
             return p_operand, None, sums
+        # Gradients are linear in that of the scores: all but the last factor is known before dP.
+        weights = tile.pullback(s, p, scale) if kept is None else None
         dp = wgmma.result(dp_acc, in_flight=0)
-        if kept is not None:  # delta is that of all P
-            ds = kept_p * dp + p * statistic("delta", slots.pv)
+        if weights is None:  # delta is that of all P
+            found = tile.pullback(s, kept_p * dp + p * statistic("delta", slots.pv), scale)
         else:
-            ds = p * (dp if plan.delta_first else dp + statistic("delta", slots.pv))
-        ds, gradients = tile.before_score(plan, x, ds, plan.padding.behind_mask or plan.scored)
+            dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
+            found = [weight * dp for weight in weights]
+        ds, *gradients = tile.without_nan(found, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
         return p_operand, products.operand(problem, ds), new_sums
 

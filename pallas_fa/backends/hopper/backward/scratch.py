@@ -177,7 +177,7 @@ def by_name(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
     for name in ("stationary_qk", "stationary_pv") if plan.splits and not plan.interpret else ():
         if f"{name}_smem" in scratch:
             tiles = getattr(plan.tiles, name), f"d_{name}", plan.gradient_tiles(name)
-            scratch = over_another(scratch, name, *tiles)
+            scratch = over_another(scratch, name, *tiles, rows=plan.config.block)
     return scratch
 
 

@@ -15,6 +15,7 @@ from pallas_fa.backends.hopper.backward import chunks
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
 from pallas_fa.backends.hopper.backward.probabilities import probabilities
+from pallas_fa.backends.hopper.backward.scale_ds import times
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces as tiles_of_columns
 from pallas_fa.backends.hopper.tma import fence_async_proxy
@@ -145,7 +146,7 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
         for x in tiles_of_columns(pieces, dq.tile.chunk) if dq.is_final else pieces:
             if dq.is_final:
                 chunk = column // dq.tile.chunk
-                dq.tile.matrix(w.scratch["dq_smem"])[wg, chunk] = (x * plan.qk_scale).astype(dq.tile.dtype)
+                dq.tile.matrix(w.scratch["dq_smem"])[wg, chunk] = times(x, w.qk_scale).astype(dq.tile.dtype)
             else:
                 w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
             column += x.shape[1]

@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     persistent: bool = False
 
 
-_FUSED, _KEYS, _QUERIES = ("dk", "dv", "dq"), ("dk", "dv"), ("dq",)
+_FUSED, _KEYS, _QUERIES, _WITHOUT_DV = ("dk", "dv", "dq"), ("dk", "dv"), ("dq",), ("dk", "dq")
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
@@ -110,6 +110,16 @@ _NARROW = Choice(
     dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
     _SMALL,
 )
+_SUMS_AT_192 = Choice(
+    (
+        BackwardConfig(2, 64, ds_stages=1),
+        BackwardConfig(2, 64, (1, 2)),
+        BackwardConfig(2, 64, (2, 1), 1),
+        BackwardConfig(2, 64, (1, 1), 1),
+    ),
+    dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
+    (),
+)
 _SHORT = BackwardConfig(1, 64), BackwardConfig(1, 64, (1, 1), 1)
 _SPLIT_OPTIONS = dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER)
 _SPLIT_FUSED = BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (2, 1), 1), BackwardConfig(1, 64, (1, 1), 1)
@@ -152,6 +162,7 @@ TILES = Table(
     Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
     # Past 128, only one gradient of a pass fits a warpgroup's registers.
     Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
+    Row(_SUMS_AT_192, "backward/two-passes-at-192", gives=_WITHOUT_DV),
     Row(Choice((), {}, _LARGE), **_H256),
     Row(Choice((), {}, _CHUNKED), "backward/wide-heads"),
 )

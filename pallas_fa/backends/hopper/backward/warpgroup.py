@@ -50,6 +50,12 @@ class Warpgroup:
         self._scalars = self._load_scalars(block.head) if self._has_one_head else None
         self._visits = self._load_visits(block.head) if self._has_one_head and not plan.visits.known else None
 
+    @property
+    def qk_scale(self) -> Any:
+        """What the sums of dQ and dK are multiplied by, loaded anew: it need not stay in a register across loops."""
+        scale = self.plan.qk_scale
+        return self.gmem.ds_factors[1] * scale if self.plan.scales_ds else scale
+
     def first_chunk(self, accs: Any) -> Any:
         """Returns the first of the chunks whose gradients are `accs`."""
         return self.column_part * len(accs)

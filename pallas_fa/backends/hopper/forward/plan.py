@@ -213,5 +213,5 @@ class ForwardPlan(ForwardCore):
     @property
     def out_over_q(self) -> bool:
         """Whether the output, whose tiles differ from those of the queries, takes their shared memory all the same."""
-        q, out = (x.copies * x.chunk * x.dtype.itemsize for x in (self.tiles.q, self.tiles.out))
-        return self.separate_out and not self.several_blocks and q == out and not self.interpret
+        fits = self.tiles.q.rows_of(self.tiles.out, 64) is not None
+        return self.separate_out and not self.several_blocks and fits and not self.interpret

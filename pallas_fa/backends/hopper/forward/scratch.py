@@ -69,7 +69,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
 
 def by_name(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
     """Returns the refs of `scratch` with those that share memory told apart."""
-    return over_another(scratch, "q", plan.tiles.q, "out", plan.tiles.out) if plan.out_over_q else scratch
+    return over_another(scratch, "q", plan.tiles.q, "out", plan.tiles.out, rows=64) if plan.out_over_q else scratch
 
 
 def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:

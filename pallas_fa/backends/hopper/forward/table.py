@@ -45,6 +45,7 @@ class ForwardFacts(NamedTuple):
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
+_H192_ALONE: dict[str, Any] = dict(head_dim=Span(129, 192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SHORT_WINDOW: dict[str, Any] = dict(window=Span(1, 256), split=False)
@@ -130,7 +131,9 @@ TILES = Table(
     ),
     Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
-    Row(_two_warpgroups(ping_pong=True, l2_head_group=8), **_H192),
+    # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
+    Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),
+    Row(_two_warpgroups(**_LATE), "forward/output-over-queries", **_H192),
     Row(
         (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
         "forward/key-blocks-of-16",
@@ -159,6 +162,7 @@ PAIRS = Table(
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
     Row((0,), **_H64),
+    Row((0,), "forward/output-over-queries", **_H192_ALONE),  # pairs leave no room for key blocks of 128
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
     Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),

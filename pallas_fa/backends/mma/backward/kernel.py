@@ -139,13 +139,14 @@ class Backward:
         kept = at.kept(plan)  # before tiles of logits fill the registers
         drop = lambda x: x if kept is None else kept.select(x)
         s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
-        tile, x, p = self._probabilities(at, s, slot)
+        tile, p = self._probabilities(at, s, slot)
         if kind.accumulates_pv:
             sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), streamed_pv))
         if kind.accumulates_qk:
             dp = drop(self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv))
             ds = p * (dp + self._statistic("delta", slot, p.shape))
-            ds, gradients = tile.before_score(plan, x, ds, may_be_nan=plan.scored)
+            found = tile.pullback(s, ds, plan.problem.scale)
+            ds, *gradients = tile.without_nan(found, may_be_nan=plan.scored)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
         if plan.config.stages == 1:
@@ -160,17 +161,17 @@ class Backward:
         return TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
 
     def _probabilities(self, at, s, slot):
-        """(the tile, scaled logits before the score, P)"""
+        """(the tile, P)"""
         plan, scale = self.plan, self.plan.problem.scale
         tile = TileOfLogits.of(plan, at, lambda a: self._array(a, slot, s.shape))
         neg_lse = self._statistic("neg_lse", slot, s.shape)
         if plan.problem.score is None:  # in units of log 2
-            x, p = None, jnp.exp2(s * (scale * LOG2E) + neg_lse)
+            p = jnp.exp2(s * (scale * LOG2E) + neg_lse)
         else:
-            x = s * scale
+            y, factor = tile.scores(s, scale)
             # In this order: a bias such as -1e10 in the place of a mask leaves no digits for a rounded product.
-            p = jnp.exp2((tile.scores(x) + neg_lse) * LOG2E)
-        return tile, x, tile.zero_where_masked(p)
+            p = jnp.exp2((y * factor + neg_lse) * LOG2E)
+        return tile, tile.zero_where_masked(p)
 
     def _plus_gradients(self, at, gradients, sums):
         """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""
