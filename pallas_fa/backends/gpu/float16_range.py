@@ -10,6 +10,7 @@ scale the factor of dP = dO V^T that a CTA holds, and gradients where they are m
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,8 +77,10 @@ def _exponent(problem, residuals, d_out, d_lse):
     d_out, v = tile.zero_padding(d_out, lengths.q_lengths), tile.zero_padding(v, lengths.kv_lengths)
     d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
     d_lse = jnp.where(residuals.lse == -jnp.inf, 0, d_lse)  # empty rows, where it may be anything
-    # |dP| <= |dO| |V|, and delta is an average of dP, less d_lse.
-    longest = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), initial=0))
-    bound = 2 * longest(d_out) * longest(v) + jnp.max(jnp.abs(d_lse), initial=0)
+    # |dP| <= |dO| |V|, and delta is an average of dP, less d_lse. XLA adds up the squares of dO where it multiplies dO with
+    # the output; of V it reads the largest element alone, in one kernel less.
+    longest_d_out = jnp.sqrt(jnp.max(jnp.sum(jnp.square(d_out.astype(jnp.float32)), axis=-1), initial=0))
+    longest_v = math.sqrt(problem.Hv) * jnp.max(jnp.abs(v), initial=0).astype(jnp.float32)
+    bound = 2 * longest_d_out * longest_v + jnp.max(jnp.abs(d_lse), initial=0)
     exponent = jnp.frexp(jnp.where(jnp.isfinite(bound), bound / _LARGEST, 0))[1]
     return jnp.maximum(exponent, 0)

@@ -21,13 +21,14 @@ from pallas_fa.backends.hopper.tiles import pieces
 def compute(w: Warpgroup) -> Any:
     """Runs the mainloop and stores the gradients of the stationary operands; returns the steps after the block."""
     plan, kind = w.plan, w.plan.kind
+    ds_factor = w.gmem.ds_factors[0] if plan.scales_ds else None  # read while operands are loaded
     plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_qk_ready"]))
     if plan.padding.stationary:
         zero_stationary(w)
     if kind.accumulates_qk:
         plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_pv_ready"]))
-    if plan.scales_ds:
-        scale_stationary(w)
+    if ds_factor is not None:
+        scale_stationary(w, ds_factor)
     if plan.several_blocks:
         _release_block_before(w)
     given = dict(qk=plan.tiles.stationary_qk) if kind.accumulates_qk else {}
@@ -68,6 +69,7 @@ def _release_block_before(w):
 def _store(w, d_qk, d_pv):
     """Stores the gradients of the stationary operands through their shared memory."""
     plan, block, stores = w.plan, w.block, []
+    qk_scale = w.qk_scale if d_qk else None  # long before it is used: it may come from device memory
     if plan.splits or plan.column_parts > 1:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
     if d_pv:  # else no other warpgroup reads these rows
@@ -76,7 +78,7 @@ def _store(w, d_qk, d_pv):
     if d_qk:
         if plan.dq and not plan.splits:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
-        staged = _stage(w, "stationary_qk", "stationary_qk", [times(x, w.qk_scale) for x in d_qk])
+        staged = _stage(w, "stationary_qk", "stationary_qk", [times(x, qk_scale) for x in d_qk])
         stores.append((*staged, "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
     for tiles, smem, gradient in stores:

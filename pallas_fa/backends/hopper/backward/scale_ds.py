@@ -10,9 +10,8 @@ from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup, on_first_part
 
 
-def scale_stationary(w: Warpgroup) -> None:
+def scale_stationary(w: Warpgroup, factor: Any) -> None:
     """Scales the stationary factor of dP = dO V^T where dS might pass the largest number, which is rare."""
-    factor = w.gmem.ds_factors[0]
 
     @pl.when(factor < 1)
     def _():
