@@ -157,13 +157,15 @@ def test_explain_names_what_the_kernels_cannot_do(keywords, reason):
     [
         ({}, "no window of ints"),
         ({"local_window_size": np.arange(2)}, "no window of ints"),
+        ({"local_window_size": (30, 0), "layout": "BNTH"}, "layout='BNTH'"),
         ({"local_window_size": (30, 0), "logits_soft_cap": 3.0}, "a score"),
         ({"local_window_size": 30, "dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "dropout"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_explain_says_why_rows_are_not_grouped(keywords, reason):
-    q, k = (jax.ShapeDtypeStruct((2, 32, n, 64), jnp.bfloat16) for n in (32, 8))
+    shapes = ((2, n, 32, 64) if "layout" in keywords else (2, 32, n, 64) for n in (32, 8))
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     said = lines(q, k, k, config=Config(ForwardConfig(grouped_rows=True)), **keywords)["mosaic_gpu"]
     assert said.startswith("cannot: ") and "groups rows" in said and reason in said
 

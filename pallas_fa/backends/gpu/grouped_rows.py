@@ -3,9 +3,6 @@
 Query t of head n = k * group + g becomes row t * group + g of key head k. In a problem of such rows every query head has
 a key head of its own; its masks and scores are those of the call, asked at the head and the query of a row. Rows lie
 together in memory, [B, K, rows, H]: with one query, that is how the heads lie already.
-
-Where a kernel gathers rows itself from the layout "BNTH", each `block` of rows holds the queries of one head after those of
-another (`block` 0: as above).
 """
 
 import dataclasses
@@ -31,36 +28,29 @@ def of_operands(problem: Problem, operands: Operands) -> Operands:
     by_query = ordered(problem.layout, (0, 1, 2, 3))
     q = operands.q.transpose(by_query).reshape(dims.B, dims.T, problem.K, group, problem.H)
     rows = q.transpose(0, 2, 1, 3, 4).reshape(dims.B, problem.K, dims.T * group, problem.H)
-    return operands._replace(q=rows, score=_of_score(problem, operands.score), mask=_of_mask(problem, 0, operands.mask))
+    return operands._replace(q=rows, score=_of_score(problem, operands.score), mask=_of_mask(problem, operands.mask))
 
 
-def of_window(problem: Problem, operands: Operands, block: int) -> Operands:
+def of_window(problem: Problem, operands: Operands) -> Operands:
     """Returns operands of a kernel that gathers rows itself, under a mask without arrays: sinks [B|1, K * 64, 1, 1].
 
     It holds 64 rows, or a multiple, each of which has the sink of its head.
     """
     sinks = operands.sinks
     if sinks is not None:
-        queries, by_head = 64 // problem.group, (sinks.shape[0], problem.K, problem.group)
-        if block:
-            sinks = jnp.repeat(sinks.reshape(by_head), queries, axis=2)
-        else:
-            sinks = jnp.tile(sinks.reshape(by_head), (1, 1, queries))
-        sinks = sinks.reshape(by_head[0], problem.K * 64, 1, 1)
-    return operands._replace(mask=_of_mask(problem, block, operands.mask), sinks=sinks)
+        of_key_head = sinks.reshape(sinks.shape[0], problem.K, 1, problem.group)
+        rows = jnp.broadcast_to(of_key_head, (sinks.shape[0], problem.K, 64 // problem.group, problem.group))
+        sinks = rows.reshape(sinks.shape[0], problem.K * 64, 1, 1)
+    return operands._replace(mask=_of_mask(problem, operands.mask), sinks=sinks)
 
 
-def of_problem(problem: Problem, block: int = 0) -> Problem:
+def of_problem(problem: Problem) -> Problem:
     """Returns the problem of rows."""
     dims = problem.dims
-    count = dims.T * problem.group
-    rows = Dims(dims.batch, -(-count // block) * block if block else count, dims.S, problem.K)
+    rows = Dims(dims.batch, dims.T * problem.group, dims.S, problem.K)
     mask, score = (
-        jax.eval_shape(of, tree)
-        for of, tree in (
-            (functools.partial(_of_mask, problem, block), problem.mask),
-            (functools.partial(_of_score, problem), problem.score),
-        )
+        jax.eval_shape(functools.partial(of, problem), tree)
+        for of, tree in ((_of_mask, problem.mask), (_of_score, problem.score))
     )
     return dataclasses.replace(problem, dims=rows, mask=mask, score=score)
 
@@ -70,13 +60,6 @@ def per_query(problem: Problem, x: Any) -> Any:
     dims, rest = problem.dims, x.shape[3:]
     x = x.reshape(dims.B, problem.K, dims.T, problem.group, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(dims.B, dims.T, dims.N, *rest)
-
-
-def per_query_of_blocks(problem: Problem, x: Any, block: int) -> Any:
-    """Returns [B, K, rows] of rows in blocks as [B, T, N] of queries."""
-    dims, group = problem.dims, problem.group
-    x = x.reshape(dims.B, problem.K, -1, group, block // group)
-    return x.transpose(0, 2, 4, 1, 3).reshape(dims.B, -1, dims.N)[:, : dims.T]
 
 
 def has_rows(problem: Problem) -> bool:
@@ -105,7 +88,7 @@ def _of_score(problem, score):
     return _GroupedScore(jax.tree.map(lambda x: _array(x, problem.dims.T, problem.group), score), problem.group)
 
 
-def _of_mask(problem, block, mask):
+def _of_mask(problem, mask):
     if mask is None:
         return None
     group = problem.group
@@ -113,15 +96,11 @@ def _of_mask(problem, block, mask):
     lengths = parts_of(mask, Lengths)
     others = [part for part in parts_of(mask, Mask) if not isinstance(part, Lengths)]
     scaled = [Lengths(None if x.q_lengths is None else x.q_lengths * group, x.kv_lengths) for x in lengths]
-    rest = [_GroupedMask(others[0] if len(others) == 1 else And(tuple(others)), group, block)] if others else []
+    rest = [_GroupedMask(others[0] if len(others) == 1 else And(tuple(others)), group)] if others else []
     return all_of([*scaled, *rest])
 
 
-def _head_and_query(n, row, group, block=0):
-    if block:
-        number, row = lax.div(row, jnp.asarray(block, row.dtype)), lax.rem(row, jnp.asarray(block, row.dtype))
-        queries = jnp.asarray(block // group, row.dtype)
-        return n * group + lax.div(row, queries), number * queries + lax.rem(row, queries)
+def _head_and_query(n, row, group):
     return n * group + lax.rem(row, jnp.asarray(group, row.dtype)), lax.div(row, jnp.asarray(group, row.dtype))
 
 
@@ -131,14 +110,13 @@ class _GroupedMask(Mask):
 
     mask: Mask
     group: int
-    block: int = 0
 
     @property
     def scalar_ranges(self) -> bool:
         return self.mask.scalar_ranges
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
-        return self.mask.allowed(b, *_head_and_query(n, t, self.group, self.block), s)
+        return self.mask.allowed(b, *_head_and_query(n, t, self.group), s)
 
     def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
         lo, hi = self.mask.kv_range(t_lo // self.group, (t_hi - 1) // self.group + 1)

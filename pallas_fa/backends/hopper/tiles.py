@@ -106,9 +106,7 @@ class Tiles:
 
     def arrivals(self, rows: int) -> int:
         """Returns how often loading a tile of `rows` rows arrives on its barriers."""
-        if self.group == 1 or not self._one_view:
-            return self.copies
-        return self.copies * (self.group if self.layout == "BNTH" else rows // self.group)
+        return self.copies * (rows // self.group if self.group > 1 and self._one_view else 1)
 
     def scratch(self, *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
@@ -130,9 +128,8 @@ class Tiles:
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzled))
         if self._one_view:
             return (matrix,)
-        if self.group > 1:
-            of_head = ordered(self.layout, (1, rows // self.group, self.group, self.chunk))[1:]
-            shape = (*lead, self.copies, *of_head)
+        rows_of_chunk = (rows,) if self.group == 1 else (rows // self.group, self.group)
+        shape = (*lead, self.copies, *rows_of_chunk, self.chunk)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
 
     def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
@@ -179,11 +176,6 @@ class Tiles:
         heads = pl.ds(head * self.group, self.group)
         if not self._one_view:
             yield self._part(gmem, b, pl.ds(first, count), heads, i, column_part), copied
-            return
-        if self.layout == "BNTH":
-            for n in range(self.group):
-                place = b, pl.ds(first, count), head * self.group + n
-                yield self._part(gmem, *place, i, column_part), copied.at[pl.ds(n * count, count)]
             return
         for query in range(count):
             here = copied.at[pl.ds(query * self.group, self.group)]

@@ -112,8 +112,8 @@ _NARROW = Choice(
 )
 _SUMS_AT_192 = Choice(
     (
+        BackwardConfig(2, 64, (2, 1)),
         BackwardConfig(2, 64, ds_stages=1),
-        BackwardConfig(2, 64, (1, 2)),
         BackwardConfig(2, 64, (2, 1), 1),
         BackwardConfig(2, 64, (1, 1), 1),
     ),

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from pallas_fa import masks
+from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper import products
@@ -25,7 +26,7 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
 def _plan(problem, config, interpret):
     if not config.grouped_rows:
         return ForwardPlan(problem, config, interpret)
-    return ForwardPlan(windows.rows_of(problem), config, interpret, grouped=problem)
+    return ForwardPlan(grouped_rows.of_problem(problem), config, interpret, group=problem.group)
 
 
 def _facts(problem):
@@ -52,7 +53,7 @@ def _window(problem):
 
 
 def _window_keys(problem):
-    return 0 if windows.why_not(problem) else windows.most_keys(windows.rows_of(problem), 2 * windows.ROWS)
+    return 0 if windows.why_not(problem) else windows.most_keys(grouped_rows.of_problem(problem), 2 * windows.ROWS)
 
 
 def _is_uniform(problem):

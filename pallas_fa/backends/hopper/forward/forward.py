@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.grouped_rows import of_window, per_query
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
@@ -26,7 +26,6 @@ from pallas_fa.backends.hopper.forward.load import Load, drain
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import by_name, ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
-from pallas_fa.backends.hopper.forward.windows import block_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
 from pallas_fa.operands.layout import ordered
 from pallas_fa.operands.pages import Paged
@@ -40,12 +39,9 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
     plan = choose(problem, gpu, interpret)
-    if plan.grouped:
-        block = block_of(problem)
-        out, lse = run(plan, grouped_rows.of_window(problem, operands, block), None)
-        if block:
-            return out, grouped_rows.per_query_of_blocks(problem, lse, block)
-        return out, grouped_rows.per_query(problem, lse[:, :, : plan.problem.dims.T])
+    if plan.group > 1:
+        out, lse = run(plan, of_window(problem, operands), None)
+        return out, per_query(problem, lse[:, :, : plan.problem.dims.T])
     out, lse = run(plan, operands, plan.table_of_visits(operands.mask))
     return out, jnp.swapaxes(lse[:, :, : problem.dims.T], 1, 2)
 
@@ -68,8 +64,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
         _kernel(plan, *refs, **scratch)
 
     entries = dims.B * config.kv_splits
-    of_out = plan.grouped.dims if plan.grouped else dims
-    out_shape = ordered(plan.query_layout, (entries, of_out.T, of_out.N, problem.Hv))
+    out_shape = ordered(plan.query_layout, (entries, dims.T // plan.group, dims.N * plan.group, problem.Hv))
     lse_shape = entries, dims.N, pl.cdiv(dims.T, 64) * 64
     return launch(
         flash_attention_forward,

@@ -16,7 +16,6 @@ from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
-from pallas_fa.problem import Problem
 
 
 class ValueRows(NamedTuple):
@@ -43,12 +42,7 @@ class ForwardPlan(ForwardCore):
 
     config: ForwardConfig
     rows_first: bool = False  # queries and output are in the layout "BNTH", whatever the problem's is
-    grouped: Problem | None = None  # the call, where `problem` is that of rows, which TMA gathers
-
-    @property
-    def group(self) -> int:
-        """Query heads that are rows of one tile."""
-        return self.grouped.group if self.grouped else 1
+    group: int = 1  # query heads that are rows of one tile: `problem` is that of rows, which are gathered by TMA
 
     @property
     def query_layout(self) -> Layout:

@@ -48,7 +48,8 @@ _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _H192_ALONE: dict[str, Any] = dict(head_dim=Span(129, 192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
-_SHORT_WINDOW: dict[str, Any] = dict(window=Span(1, 256), split=False)
+_SHORT_WINDOW_64: dict[str, Any] = dict(**_H64, window=Span(1, 512), split=False)
+_SHORT_WINDOW_128: dict[str, Any] = dict(**_H128, window=Span(1, 256), split=False)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
 _SHORT = ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL
 _LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
@@ -72,7 +73,8 @@ TILES = Table(
     Row(_grouped(2), "forward/grouped-rows", **_H64, window_keys=Span(1, 160)),
     Row(_grouped(2, 1), "forward/grouped-rows", **_H128, window_keys=Span(1, 144)),
     Row(_grouped(1), "forward/grouped-rows", **_H128, window_keys=Span(145, 160)),
-    Row((ForwardConfig(3, 64, 4, pin_softmax=False), *_SMALL), "forward/short-windows", **_H64, **_SHORT_WINDOW),
+    Row((ForwardConfig(3, 64, 4, pin_softmax=False), *_SMALL), "forward/short-windows", **_SHORT_WINDOW_64),
+    Row((ForwardConfig(2, 64, 3, pin_softmax=False), *_SMALL), "forward/short-windows", **_SHORT_WINDOW_128),
     Row(
         (ForwardConfig(1, 64, q_in_registers=True, pin_softmax=False), *_SMALL),
         "forward/persistent-ctas",
@@ -148,7 +150,8 @@ TILES = Table(
 
 PERSISTENT = Table(
     "forward/persistent-ctas",
-    Row(True, "forward/short-windows", **_H64, **_SHORT_WINDOW),
+    Row(True, "forward/short-windows", **_SHORT_WINDOW_64),
+    Row(True, "forward/short-windows", **_SHORT_WINDOW_128),
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(False),
@@ -157,7 +160,8 @@ PERSISTENT = Table(
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
 PAIRS = Table(
     "forward/q-blocks-per-cta",
-    Row((0,), "forward/short-windows", **_H64, **_SHORT_WINDOW),
+    Row((0,), "forward/short-windows", **_SHORT_WINDOW_64),
+    Row((0,), "forward/short-windows", **_SHORT_WINDOW_128),
     Row((0,), "library/float32-products", split=True),  # two query blocks don't fit shared memory
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),

@@ -6,7 +6,6 @@ keys that others of its queries see. Evidence: forward/grouped-rows.
 
 import numpy as np
 
-from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import products
@@ -30,6 +29,8 @@ def why_not(problem: Problem) -> str | None:
         return "a mask that is no window of ints on both sides"
     if problem.group == 1 or ROWS % problem.group:
         return f"{problem.group} query heads for a key head; it takes 2, 4, 8, 16, 32 or 64"
+    if problem.layout != "BTNH":
+        return f"layout={problem.layout!r}"
     if problem.dims.T <= MOST_QUERIES:
         return f"T={problem.dims.T} queries, whose heads are rows anyway"
     found = [("a score", problem.score), ("dropout", problem.dropout), ("keys in pages", problem.pages)]
@@ -38,19 +39,6 @@ def why_not(problem: Problem) -> str | None:
     if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
         return f"a head dim past {LARGEST_HEAD_DIM}"
     return "operands in two parts" if products.parts_of(problem) > 1 else None
-
-
-def rows_of(problem: Problem) -> Problem:
-    """Returns the problem of rows."""
-    return grouped_rows.of_problem(problem, block_of(problem))
-
-
-def block_of(problem: Problem) -> int:
-    """Returns how many rows hold the queries of one head after those of another; 0 where heads alternate.
-
-    It is the order in which TMA writes a box of queries and heads.
-    """
-    return ROWS if problem.layout == "BNTH" else 0
 
 
 def most_keys(rows: Problem, block_q: int) -> int:
