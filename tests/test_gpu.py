@@ -105,10 +105,10 @@ WINDOW_CASES = tuple(
     Case(T, S, mask, "plain", DTYPES[i % 2], N=N, K=2, H=H, Hv=Hv, sinks=sinks)
     for i, (N, H, Hv) in enumerate(((16, 64, 64), (8, 128, 128), (4, 72, 40), (2, 64, 64), (6, 64, 64)))
     for T, S, mask, sinks in (
-        (1000, 1000, "window_causal", None),
+        (1000, 1000, "window_causal", "none"),
         (1001, 517, "window", "heads"),
         (333, 1517, "window_int", "batch"),
-        (1500, 1500, "window_bottom_right", None),
+        (1500, 1500, "window_bottom_right", "none"),
     )
 )
 FLOAT32_CASES = tuple(

@@ -7,6 +7,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import cache, masks
+from pallas_fa.backends.hopper.config import Config
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.cache.attention import in_pages as checked
 from pallas_fa.problem import normalise
@@ -225,13 +226,14 @@ def test_the_kernel_is_the_default_on_hopper():
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_compiled_kernel_reads_what_it_reads_of_one_piece(name, H, rng):
-    reads_what_it_reads_of_one_piece(name, H, rng, "mosaic_gpu")
+    # Hopper's kernels whatever the size of a page: small pages stay with them, and keys in one piece may not.
+    reads_what_it_reads_of_one_piece(name, H, rng, "mosaic_gpu", config=Config())
 
 
-def reads_what_it_reads_of_one_piece(name, H, rng, kernels):
+def reads_what_it_reads_of_one_piece(name, H, rng, kernels, config=None):
     page, layout, T, keywords = CALLS[name]
     (q, *pages, lengths), whole = call_in_bfloat16(rng, page, layout, T, 1024, H)
-    options = dict(implementation=kernels, return_residual=True, **keywords)
+    options = dict(implementation=kernels, config=config, return_residual=True, **keywords)
     got = jax.jit(lambda *x: pallas_fa.paged_attention(*x, page_layout=layout, **options))(q, *pages, lengths)
     want = jax.jit(lambda *x: pallas_fa.dot_product_attention(*x, key_value_seq_lengths=lengths, **options))(*whole)
     for x, y in zip(got, want, strict=True):

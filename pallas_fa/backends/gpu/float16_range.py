@@ -33,20 +33,19 @@ def in_float16_range(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
     ) -> tuple[Any, ...]:
         if problem.dtype != jnp.float16:
             return backward(problem, residuals, d_out, d_lse, *args, **options)
-        exponent = _exponent(problem, residuals, d_out, d_lse)
-        gradients = backward(problem, residuals, _times(d_out, -exponent), _times(d_lse, -exponent), *args, **options)
-        return tuple(_times(x, exponent) for x in gradients)
+        in_range = OfDs.of(problem, residuals, d_out, d_lse)
+        gradients = backward(problem, residuals, in_range.scaled(d_out), in_range.scaled(d_lse), *args, **options)
+        return tuple(in_range.restored(x) for x in gradients)
 
     return run
 
 
 class OfDs(NamedTuple):
-    """What keeps dS in range where it is computed: 2^-exponent of it is rounded.
+    """What keeps dS in range where it is computed: a power of two of it is rounded.
 
-    `factors`: float32 [2], 2^-exponent and 2^exponent, as a kernel reads them; None where nothing is scaled.
+    `factors`: float32 [2], that power and its inverse, as a kernel reads them; None where nothing is scaled.
     """
 
-    exponent: Any = 0
     factors: Any = None
 
     @classmethod
@@ -55,19 +54,19 @@ class OfDs(NamedTuple):
         if problem.dtype != jnp.float16:
             return cls()
         exponent = _exponent(problem, residuals, d_out, d_lse)
-        return cls(exponent, jnp.ldexp(jnp.ones((2,), jnp.float32), jnp.stack([-exponent, exponent])))
+        return cls(jnp.ldexp(jnp.ones((2,), jnp.float32), jnp.stack([-exponent, exponent])))
 
     def scaled(self, x: Any) -> Any:
-        """Returns 2^-exponent x."""
-        return x if self.factors is None else _times(x, -self.exponent)
+        """Returns x times the power."""
+        return x if self.factors is None else _times(x, self.factors[0])
 
     def restored(self, x: Any) -> Any:
-        """Returns 2^exponent x."""
-        return x if self.factors is None else _times(x, self.exponent)
+        """Returns x over the power."""
+        return x if self.factors is None else _times(x, self.factors[1])
 
 
-def _times(x, exponent):
-    return jnp.ldexp(x.astype(jnp.float32), exponent).astype(x.dtype)
+def _times(x, factor):
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)  # `ldexp` is some seventy operations
 
 
 def _exponent(problem, residuals, d_out, d_lse):
