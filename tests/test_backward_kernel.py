@@ -170,6 +170,26 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     is_right_and_free_of_races(*CASES[name])
 
 
+@pytest.mark.parametrize(("T", "keywords"), [(300, ()), (100, ("query_seq_lengths",))], ids=["keys", "both, one tile"])
+def test_a_cta_that_holds_all_keys_of_a_head_writes_all_of_dq(T, keywords):
+    """Also where there are none: nothing is zeroed before. What lies in padding is NaN."""
+    case = dataclasses.replace(BASE, T=T, S=100, N=2, K=2, H=64, Hv=64, batch=(3,))
+    inputs, lengths = case.inputs(), np.array([0, 70, 100])
+    lengths = dict.fromkeys(("key_value_seq_lengths", *keywords), lengths)
+    q, k, v = inputs.qkv
+    padding = np.arange(100)[:, None, None] >= np.array([0, 70, 100])[:, None, None, None]
+    k, v = (jnp.where(padding, jnp.nan, x).astype(x.dtype) for x in (k, v))
+    q = jnp.where(padding, jnp.nan, q).astype(q.dtype) if keywords else q
+    problem, operands = normalise(q, k, v, **lengths)
+    plan = choose(problem, passes(problem)[0], GPU)
+    assert plan.dq.is_final and plan.dq.start is None
+    residuals = problem, operands, *residuals_of(case, problem, operands)
+    got, races = interpreted(*residuals)
+    assert not races
+    for x, true in zip(got, xla_gradients(*residuals), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(true, np.float32), atol=2e-2, rtol=2e-2)
+
+
 BY_TILE = {
     "H=128": ({}, {}),
     "H=64, soft cap": ({"H": 64, "Hv": 64, "score": "soft_cap"}, {"width": 128}),

@@ -26,6 +26,7 @@ class StreamedVisits:
       stationary, streamed: lengths of the two sequences.
       block, tile: positions of a stationary block and of a streamed tile.
       warpgroups: how many could have visits of their own, where one can skip what the others visit; 1: none.
+      every_tile: blocks that attend to nothing visit all tiles, too, so that all are written.
     """
 
     mask: Any
@@ -36,6 +37,7 @@ class StreamedVisits:
     block: int
     tile: int
     warpgroups: int
+    every_tile: bool = False
 
     @property
     def blocks(self) -> int:
@@ -92,8 +94,9 @@ class StreamedVisits:
         else:
             ask, ask_full = (mask.q_range, mask.full_q_range) if by_keys else (mask.kv_range, mask.full_kv_range)
         size = self.tiles * self.tile if self._full_tail else self.streamed
-        part = self.block // parts
-        return schedule.visits_of_blocks(ask, ask_full, part, self.stationary, size, self.tile, whole_only, at_least=0)
+        part, at_least = self.block // parts, self.tiles if self.every_tile else 0
+        sizes = part, self.stationary, size, self.tile
+        return schedule.visits_of_blocks(ask, ask_full, *sizes, whole_only, at_least)
 
     def table(self, mask: Any) -> Any:
         """Returns the visits of all parts, for a mask with its arrays: int32 [B|1, N|1, parts of a head, 4], or lists."""

@@ -15,7 +15,7 @@ from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.order import Order
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
-from pallas_fa.masks.lengths import lengths_of
+from pallas_fa.masks.lengths import Lengths, lengths_of
 from pallas_fa.problem import Problem
 
 
@@ -168,7 +168,19 @@ class BackwardPlan(BackwardCore):
             block=c.block,
             tile=c.width,
             warpgroups=c.compute_wgs if can_skip else 1,
+            every_tile=self._visits_every_tile,
         )
+
+    @property
+    def _visits_every_tile(self):
+        """Whether a CTA that holds all keys of a head visits all tiles of queries: dQ needs no zeros before.
+
+        Only where few of them are in vain: those of sequences without keys, or a single tile.
+        """
+        mask, c = self.problem.mask, self.config
+        if not self.kind.fused or c.width != c.block or self.stationary > c.block or mask is None or mask.has_blocks:
+            return False
+        return self.streamed <= c.width or (isinstance(mask, Lengths) and mask.q_lengths is None)
 
     @functools.cached_property
     def order(self) -> Order:
@@ -186,4 +198,5 @@ class BackwardPlan(BackwardCore):
         tile = dataclasses.replace(self.tiles.streamed_qk, dtype=self.problem.dtype, parts=1)
         known = self.visits.known
         covers = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
+        covers = covers or self.visits.every_tile
         return DqSums(self.config, *sizes, warps, self.interpret, tile, covers)

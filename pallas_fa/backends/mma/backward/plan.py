@@ -50,8 +50,8 @@ class BackwardPlan(BackwardCore):
     def visits(self) -> StreamedVisits:
         """Which tiles each CTA visits."""
         c = self.config
-        sizes = dict(stationary=self.stationary, streamed=self.streamed, block=c.block, tile=c.width)
-        return StreamedVisits(self.problem.mask, self.kind, self.scored, **sizes, warpgroups=1)
+        lengths = self.stationary, self.streamed
+        return StreamedVisits(self.problem.mask, self.kind, self.scored, *lengths, c.block, c.width, warpgroups=1)
 
     @property
     def heads(self) -> int:
