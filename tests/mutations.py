@@ -90,7 +90,7 @@ MUTATIONS = (
     Mutation("nn/visible_keys.py", "kv_lengths=last + 1", "kv_lengths=last", "tests/test_flax.py -k filled_part"),
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
-    Mutation("backends/hopper/backward/compute.py", "[times(x, w.qk_scale) for x in d_qk]", "d_qk", BACKWARD),
+    Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
     Mutation("backends/hopper/backward/scale_ds.py", "factor < 1", "factor < 0", FLOAT16),
     Mutation("backends/hopper/backward/work.py", "first + i * ctas", "first + i", BACKWARD),

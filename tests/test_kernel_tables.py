@@ -20,6 +20,7 @@ from pallas_fa.backends.hopper.backward.plan import passes
 from pallas_fa.backends.hopper.forward import choose as choose_forward
 from pallas_fa.backends.hopper.forward import scratch as forward_scratch
 from pallas_fa.backends.hopper.forward import table as forward_table
+from pallas_fa.operands.layout import ordered
 from pallas_fa.problem import normalise
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -78,10 +79,11 @@ def test_evidence_has_a_record():
     assert cited <= records
 
 
-def problem(T, H, **keywords):
-    q = jax.ShapeDtypeStruct((2, T, 4, H), jnp.bfloat16)
+def problem(T, H, N=4, K=4, **keywords):
+    shapes = [ordered(keywords.get("layout", "BTNH"), (2, T, heads, H)) for heads in (N, K)]
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     found = []
-    jax.eval_shape(lambda q: found.append(normalise(q, q, q, **keywords)[0]), q)
+    jax.eval_shape(lambda q, k: found.append(normalise(q, k, k, **keywords)[0]), q, k)
     return found[0]
 
 
@@ -118,14 +120,8 @@ def test_tiles_fit_the_gpu_that_is_given(H):
     ],
 )
 def test_short_windows_have_tiles_of_their_own(heads, key_heads, H, window, keywords, tiles):
-    shapes = [(2, 1024, n, H) for n in (heads, key_heads)]
-    if "layout" in keywords:
-        shapes = [(b, n, t, h) for b, t, n, h in shapes]
-    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    found = []
-    call = lambda q, k: normalise(q, k, k, is_causal=True, local_window_size=(window, 0), **keywords)
-    jax.eval_shape(lambda q, k: found.append(call(q, k)[0]), q, k)
-    config = choose_forward.choose(found[0], H200).config
+    case = problem(1024, H, heads, key_heads, is_causal=True, local_window_size=(window, 0), **keywords)
+    config = choose_forward.choose(case, H200).config
     assert (config.compute_wgs, config.block_kv, config.grouped_rows) == tiles
 
 

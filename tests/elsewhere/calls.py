@@ -175,12 +175,15 @@ def _hopper_windows(gpu, head_dim):
     """Of short windows, whose tiles depend on how many query heads a key head has."""
     for group in (8, 4, 1):
         q, k = (jax.ShapeDtypeStruct((B, T, heads, head_dim), jnp.bfloat16) for heads in (N, N // group))
-        bound = lambda q, k: normalise(q, k, k, is_causal=True, local_window_size=(127, 0))
         found = []
-        jax.eval_shape(lambda q, k, bound=bound, found=found: found.append(bound(q, k)[0]), q, k)
+        jax.eval_shape(lambda *args, found=found: found.extend(_in_window(*args)), q, k)
         tiles = hopper_choose_forward(found[0], gpu).config
-        run = lambda q, k, bound=bound: hopper_forward.forward(*bound(q, k), gpu)
+        run = lambda q, k: hopper_forward.forward(*_in_window(q, k), gpu)
         yield Call("hopper forward, window", head_dim, tiles, True, run, (q, k))
+
+
+def _in_window(q, k):
+    return normalise(q, k, k, is_causal=True, local_window_size=(127, 0))
 
 
 def _hopper_backward(problem, gpu, q, k, v, out, lse, d_out, d_lse):

@@ -183,10 +183,6 @@ class _Evaluator:
         return index
 
 
-def _with_ones(variables, inputs):
-    return [(var, (value, 1.0)) for var, value in zip(variables, inputs, strict=True)]
-
-
 def _number(literal: Any):
     return np.asarray(literal.val, literal.aval.dtype)[()]
 
@@ -212,7 +208,8 @@ def _product(eqn, inputs, products):
         return None
     numbers = [isinstance(x, core.Literal) for x in eqn.invars]
     if eqn.primitive.name == "mul" and not any(numbers):
-        (x, x_number), (y, y_number) = (products.get(*each) for each in _with_ones(eqn.invars, inputs))
+        factors = (products.get(var, (value, 1.0)) for var, value in zip(eqn.invars, inputs, strict=True))
+        (x, x_number), (y, y_number) = factors
         number = x_number * y_number
         same = jnp.shape(x) == jnp.shape(y) and number != 1.0 and 2.0**-60 < abs(number) < 2.0**60
         return (x * y, number) if same else None

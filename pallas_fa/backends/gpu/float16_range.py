@@ -1,8 +1,8 @@
 """Gradients of float16 inputs where dS passes 65504, the largest float16 number; bfloat16 has the range of float32.
 
 dS = P (dP - delta) is rounded to the dtype of the inputs, as an operand of dQ = dS K and dK = dS^T Q. Gradients are linear
-in their cotangents. So a power of two that keeps dS in range multiplies these, and divides the gradients. It is 1 where dS
-is in range, and the gradients are bit for bit what they would be without it.
+in their cotangents. So a power of two that keeps dS in range multiplies these, and divides the gradients. It is 1 where a
+bound of dS is in range, and the gradients are bit for bit what they would be without it.
 
 `in_float16_range` does so around a backward, in passes over arrays. The kernels for Hopper need none of these (`OfDs`): they
 scale the factor of dP = dO V^T that a CTA holds, and gradients where they are multiplied by the scale of the logits anyway
@@ -31,8 +31,6 @@ def in_float16_range(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
     def run(
         problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, *args: Any, **options: Any
     ) -> tuple[Any, ...]:
-        if problem.dtype != jnp.float16:
-            return backward(problem, residuals, d_out, d_lse, *args, **options)
         in_range = OfDs.of(problem, residuals, d_out, d_lse)
         gradients = backward(problem, residuals, in_range.scaled(d_out), in_range.scaled(d_lse), *args, **options)
         return tuple(in_range.restored(x) for x in gradients)

@@ -38,8 +38,7 @@ def of_window(problem: Problem, operands: Operands) -> Operands:
     """
     sinks = operands.sinks
     if sinks is not None:
-        of_key_head = sinks.reshape(sinks.shape[0], problem.K, 1, problem.group)
-        rows = jnp.broadcast_to(of_key_head, (sinks.shape[0], problem.K, 64 // problem.group, problem.group))
+        rows = jnp.tile(sinks.reshape(sinks.shape[0], problem.K, problem.group), 64 // problem.group)
         sinks = rows.reshape(sinks.shape[0], problem.K * 64, 1, 1)
     return operands._replace(mask=_of_mask(problem, operands.mask), sinks=sinks)
 

@@ -197,6 +197,6 @@ class BackwardPlan(BackwardCore):
         sizes = self.problem.dims, self.problem.layout, padded_dim, self.visits.blocks, self.visits.tiles
         tile = dataclasses.replace(self.tiles.streamed_qk, dtype=self.problem.dtype, parts=1)
         known = self.visits.known
-        covers = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
-        covers = covers or self.visits.every_tile
+        known_to_cover = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
+        covers = known_to_cover or self.visits.every_tile
         return DqSums(self.config, *sizes, warps, self.interpret, tile, covers)

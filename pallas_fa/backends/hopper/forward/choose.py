@@ -48,8 +48,9 @@ def _facts(problem):
 
 
 def _window(problem):
-    is_short = problem.score is None and windows.is_static(problem.mask)
-    return problem.mask.left + problem.mask.right + 1 if is_short else 0
+    if problem.score is not None or not windows.is_static(problem.mask):
+        return 0
+    return problem.mask.left + problem.mask.right + 1
 
 
 def _window_keys(problem):

@@ -86,12 +86,10 @@ class ForwardPlan(ForwardCore):
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
         if self.config.kv_splits > 1 or self.group > 1:
             v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
-            if v.chunk % out.chunk:
-                out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
-            if v.chunk != out.chunk:
-                out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
+        if v.chunk % out.chunk:  # each is stored as whole chunks of the output
+            out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
         return OperandTiles(q, k, v, out)
 
     @functools.cached_property
