@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import command, labels, row_file
+from benchmarks import command, compiled_report, labels, row_file
 from benchmarks.distributed import report as distributed
 from benchmarks.markdown import heading, slower, table
 from benchmarks.rows import Row, has_time
@@ -48,7 +48,12 @@ def page(files: Iterable[Path]) -> str:
 
 def _part(path: Path, found: Sequence[Row]) -> str:
     suite = found[0]["suite"]
-    bodies = {"scaling": distributed.tables, "decode": _decode, "generation": _generation}
+    bodies = {
+        "scaling": distributed.tables,
+        "decode": _decode,
+        "generation": _generation,
+        "compiled": compiled_report.tables,
+    }
     body = _training if suite.startswith("training") else bodies.get(suite, _attention)
     return "\n".join([heading(path, found), *body(found)])
 

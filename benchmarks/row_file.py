@@ -16,11 +16,13 @@ from pathlib import Path
 from benchmarks.rows import Row, has_time, read
 
 RESULTS = Path(__file__).parent / "results"
+_LAST = ("cpu", "elsewhere")  # folders of results
 PARTIAL = ".partial-"  # in the names of files that no run has finished, which reports and plots leave out
 # What tells the rows of a run apart: those fields of these that a row has.
 _IDENTITY = (
     *("suite", "kind", "workload", "implementation", "direction", "devices", "way", "collective", "bytes"),
     *("shape", "dtype", "mask", "config", "size", "batch", "context", "steps"),
+    *("kernel", "H", "causal", "tiles", "architecture"),
 )
 
 
@@ -65,9 +67,9 @@ def record(produced: Iterable[Row], path: Path) -> Outcome:
 
 
 def kept() -> list[Path]:
-    """All files of rows in benchmarks/results/ that are whole runs, by device and name, the CPU's last."""
+    """All files of rows in benchmarks/results/ that are whole runs: of GPUs, of the CPU, of what is only compiled."""
     found = (path for path in RESULTS.glob("*/*.jsonl") if PARTIAL not in path.name)
-    return sorted(found, key=lambda path: (path.parent.name == "cpu", path.parent.name, path.stem))
+    return sorted(found, key=lambda path: (path.parent.name in _LAST, path.parent.name, path.stem))
 
 
 def _opened(path: Path) -> tuple[list[Row], Path]:

@@ -3,22 +3,15 @@
 The compilers are those of JAX's CUDA wheels, which run without a GPU where something stands for the driver.
 """
 
-import json
-import os
-import pathlib
-import shutil
-import subprocess
-import sys
-
-import jax
 import pytest
 
 from pallas_fa.backends.hopper import config as hopper
 from pallas_fa.backends.mma import config as mma
+from tests.elsewhere.environment import environment
+from tests.elsewhere.kernels import kernels
 from tests.elsewhere.targets import TARGETS
 
 pytestmark = pytest.mark.full
-SOURCE = pathlib.Path(__file__).parent / "elsewhere" / "libcuda.c"
 SPILLED = 32  # bytes that a kernel may spill
 # What may spill more, in steps of 32 bytes, and for which GPUs. What it costs was measured for Hopper's kernels alone.
 EXCEPTIONS = {
@@ -47,47 +40,23 @@ EXCEPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def variables(tmp_path_factory):
     """The environment variables of a process that compiles; or the reason why there can be none."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        return "no C compiler is on PATH"
-    built = [compiler, "-shared", "-fPIC", "-Wall", "-Wno-unused-parameter", "-o", folder / "libcuda.so.1", SOURCE]
-    subprocess.run(built, check=True)
-    wheels = folder / "wheels"
-    names = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", wheels, *names]
-    done = subprocess.run(install, capture_output=True, text=True)
-    if done.returncode:
-        return f"JAX's CUDA wheels can't be installed: {done.stderr.strip().splitlines()[-1]}"
-    root = SOURCE.parent.parent.parent
-    return os.environ | {
-        "PYTHONPATH": f"{root}:{wheels}",
-        "LD_LIBRARY_PATH": str(folder),
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "MOSAIC_GPU_DUMP_RESOURCES": "1",
-    }
+    return environment(tmp_path_factory.mktemp("elsewhere"))
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
-def test_every_configuration_compiles_and_fits(environment, architecture, tmp_path, record_property):
-    if isinstance(environment, str):
-        record_property("not compiled", environment)
-        assert "compiler" in environment or "can't be installed" in environment
+def test_every_configuration_compiles_and_fits(variables, architecture, tmp_path, record_property):
+    if isinstance(variables, str):
+        record_property("not compiled", variables)
+        assert "compiler" in variables or "can't be installed" in variables
         return
     target = TARGETS[architecture]
-    variables = environment | {"COMPILE_FOR": target.number, "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.elsewhere.compile", architecture, tmp_path]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) > 20
+    found = kernels(architecture, variables, tmp_path)
+    assert len(found) > 20
     more = {(kernel, H, str(tiles)): spilled.get(architecture, 0) for (kernel, H, tiles), spilled in EXCEPTIONS.items()}
     too_much = []
-    for kernel in kernels:
+    for kernel in found:
         assert kernel["architecture"] == architecture
         assert kernel["shared_memory"] <= target.gpu.shared_memory, kernel
         assert kernel["registers"] <= 255

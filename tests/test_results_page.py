@@ -11,7 +11,9 @@ from benchmarks import labels, plot, plot_style, readme_picture, report, row_fil
 
 KEPT = row_file.kept()
 REMEDY = "run `make results`"
-ATTENTION = [path for path in KEPT if not path.stem.startswith(("training", "scaling", "decode", "generation"))]
+ATTENTION = [
+    path for path in KEPT if not path.stem.startswith(("training", "scaling", "decode", "generation", "compiled"))
+]
 
 
 def test_the_page_is_the_one_that_the_rows_make():

@@ -19,7 +19,6 @@ from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.forward import choose as forward_choose
 from pallas_fa.backends.hopper.forward.forward import forward
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
-from pallas_fa.backends.record import RUN_IN_PART
 from pallas_fa.problem import normalise
 from tests.cases import Case
 from tests.lowering import kernels
@@ -112,8 +111,17 @@ def problem_of_shapes(H, Hv, bias):
     return normalise(q, q, v, **keywords)[0]
 
 
-def test_they_run_only_when_named():
+def test_xla_computes_gradients_that_it_computes_faster():
+    """Unless the kernels are named, or a mask saves them work."""
     x = jax.ShapeDtypeStruct((1, 200, 2, 512), jnp.float16)
-    assert f"mosaic_gpu: could, but only when named: {RUN_IN_PART}" in pallas_fa.explain(x, x, x)
-    first, *_ = pallas_fa.explain(x, x, x, implementation="mosaic_gpu").splitlines()
-    assert first.startswith("mosaic_gpu: runs this call") and RUN_IN_PART in first
+    first = lambda **keywords: pallas_fa.explain(x, x, x, **keywords).splitlines()[0]
+    assert all(first(**k).startswith("mosaic_gpu: runs this call") for k in ({}, {"is_causal": True}))
+    because = "xla computes its gradients, because xla is faster at H=512 and Hv=512"
+    assert because in first()
+    assert not any(because in first(**k) for k in ({"is_causal": True}, {"implementation": "mosaic_gpu"}))
+    gradients = jax.grad(lambda q, **keywords: pallas_fa.dot_product_attention(q, q, q, **keywords).sum())
+    counts = [
+        kernels(functools.partial(gradients, **k), jnp.zeros(x.shape, x.dtype))
+        for k in ({}, {"is_causal": True}, {"implementation": "mosaic_gpu"})
+    ]
+    assert counts[0] == 1 < counts[1] == counts[2]

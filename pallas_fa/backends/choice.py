@@ -73,13 +73,21 @@ def _choose(problem, implementation, known) -> Choice:
         )
     chosen = able[0]
     elsewhere = next((backend for backend in able[1:] if backend.platform is None), None)
-    return Choice(chosen, elsewhere, _gradients(problem, chosen, known))
+    return Choice(chosen, elsewhere, _gradients(problem, chosen, implementation, known)[0])
 
 
-def _gradients(problem, backend, known):
-    """Returns `backend` if it supports the backward, else the first of the default order that does."""
-    able = (b for b in (backend, *_named(problem, None, known)) if b.supports(problem).backward is None)
-    return next(able, backend)
+def _gradients(problem, backend, implementation, known):
+    """Returns (the backend that runs the backward, why it is not `backend`).
+
+    It is `backend` where that supports the backward, unless nobody named it and another is faster; else the first of the
+    default order that does.
+    """
+    own = backend.supports(problem)
+    reason = own.backward or (own.gradients_only_named if implementation is None else None)
+    if reason is None:
+        return backend, None
+    others = (x for x in _named(problem, None, known) if x != backend and x.supports(problem).backward is None)
+    return next(others, backend), reason
 
 
 def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str:
@@ -92,7 +100,7 @@ def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str
     for backend in known:
         reason = backend.supports(problem).forward
         if backend == chosen:
-            verdict = "runs this call" + _remark(problem, backend, known)
+            verdict = "runs this call" + _remark(problem, backend, implementation, known)
         elif reason is not None:
             verdict = f"cannot: {reason}"
         elif backend == second and chosen is not None and not _runs_here(chosen):
@@ -124,10 +132,10 @@ def _runs_here(backend):
     return backend.platform is None or bool(cuda_devices())
 
 
-def _remark(problem, backend, known):
+def _remark(problem, backend, implementation, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
-    support, other = backend.supports(problem), _gradients(problem, backend, known).name
-    reason, words = support.backward, (support.remark, backend.memory(problem), support.only_named)
+    support, (gradients, reason) = backend.supports(problem), _gradients(problem, backend, implementation, known)
+    other, words = gradients.name, (support.remark, backend.memory(problem), support.only_named)
     where = "; ".join([where, *filter(None, words)])
     if backend.platform is None:
         return where

@@ -12,13 +12,15 @@ class Support(NamedTuple):
     """Why a backend can't do the forward and the backward of a problem: a reason in words, or None where it can.
 
     `remark`: what else it does for the problem, in words that follow its name; None for nothing. `only_named`: why
-    `implementation=None` does not choose it; None where it does.
+    `implementation=None` does not choose it; None where it does. `gradients_only_named`: why it leaves the backward to
+    the next one then.
     """
 
     forward: str | None = None
     backward: str | None = None
     remark: str | None = None
     only_named: str | None = None
+    gradients_only_named: str | None = None
 
     @classmethod
     def neither(cls, reason: str) -> "Support":
@@ -31,7 +33,6 @@ NO_TILES = "it has no tiles to configure, but config={config!r} was given"
 
 NEVER_RUN = "compiled for this GPU, but not run on one yet"
 SLOWER_ON_HOPPER = "tested on this GPU, where the kernels for Hopper are faster"
-RUN_IN_PART = "run on this GPU for a part of its tests, not for all yet"
 NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"
 
 

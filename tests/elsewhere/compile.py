@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import sys
+import time
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ from tests.elsewhere.targets import TARGETS
 def compiled(call: Call, device: Any, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Compiles a call, and returns what the compiler says of each of its kernels."""
     sharding = jax.sharding.SingleDeviceSharding(device)
+    start = time.perf_counter()
     with jax.default_device(device):  # Mosaic GPU asks it for the compute capability
         traced = jax.jit(call.fn, in_shardings=sharding, out_shardings=sharding).trace(*call.args)
         traced.lower(lowering_platforms=("cuda",)).compile()
+    seconds = time.perf_counter() - start
     found = []
     for report in sorted(folder.glob("*.ptxas")):
         text, resources = report.read_text(), report.with_suffix(".resources.txt").read_text()
@@ -32,6 +35,7 @@ def compiled(call: Call, device: Any, folder: pathlib.Path) -> list[dict[str, An
                 "registers": number(r"Used (\d+) registers", text),
                 "spilled": number(r"(\d+) bytes spill stores", text),
                 "shared_memory": number(r"smem_scratch_bytes=(\d+)", resources),
+                "compile_s": round(seconds, 2),  # of the call, which mostly has one kernel
             }
         )
     for file in folder.iterdir():

@@ -10,7 +10,9 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_functions
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.mla import support as mla
-from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, RUN_IN_PART, Support
+from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.masks import Causal, Window
+from pallas_fa.masks.base import parts_of
 from pallas_fa.problem import Problem
 
 
@@ -28,14 +30,25 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
-    return Support(None, no_backward, _remark(problem, kernels, gpu), _only_named(problem))
+    return Support(
+        None, no_backward, _remark(problem, kernels, gpu), _only_named(problem), _gradients_only_named(problem)
+    )
+
+
+def _gradients_only_named(problem):
+    """Of head dims past 256, where a mask saves the kernels no work (evidence: backward/wide-heads)."""
+    if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM and not _is_narrow(problem.mask):
+        return f"xla is faster at H={problem.H} and Hv={problem.Hv} unless the mask is causal or a window"
+    return None
+
+
+def _is_narrow(mask):
+    return bool(parts_of(mask, Causal) or parts_of(mask, Window))
 
 
 def _only_named(problem):
     from pallas_fa.backends.gpu.few_queries import applies
 
-    if max(problem.H, problem.Hv) > LARGEST_HEAD_DIM:
-        return RUN_IN_PART
     if products.parts_of(problem) > 1 and applies(problem):
         return f"to split the keys for T={problem.dims.T} queries reads and writes more than to attend to them"
     return None
