@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import pytest
 from PIL import Image
 
-from benchmarks import labels, plot, plot_style, readme_picture, report, row_file, rows
+from benchmarks import compiled_report, labels, plot, plot_style, readme_picture, report, row_file, rows
 
 KEPT = row_file.kept()
 REMEDY = "run `make results`"
@@ -167,3 +167,17 @@ def test_the_readme_shows_any_number_of_peers(tmp_path, figures):
 )
 def test_reasons_are_short(error, words):
     assert labels.reason(error) == words
+
+
+def test_what_the_compiler_says_is_a_table_of_each_kind_of_kernel():
+    common = {"suite": "compiled", "H": 64, "causal": True, "tiles": "Tiles(2)", "compile_s": 3.21, "error": None}
+    said = {"registers": 168, "spilled": 36, "shared_memory": 196608}
+    found = [
+        {**common, **said, "kernel": "hopper forward", "architecture": "sm_90a"},
+        {**common, **said, "kernel": "mma forward", "architecture": "sm_80"},
+        {**common, **said, "kernel": "mma forward", "architecture": "sm_120a", "spilled": 4},
+    ]
+    text = "\n".join(compiled_report.tables(found))
+    assert "| hopper forward | 64 | yes | `Tiles(2)` | 168 | 36 | 192 | 3.2 |" in text
+    assert "| tiles | sm_80 | sm_120a |" in text
+    assert "| mma forward | 64 | yes | `Tiles(2)` | 168, 36, 192 | 168, 4, 192 |" in text
