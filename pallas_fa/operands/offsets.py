@@ -105,7 +105,10 @@ def int_array(name: str, x: Any) -> Any:
     if not is_array(x):
         if not isinstance(x, (int, list, tuple)):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array.")
-        x = jnp.asarray(x)
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{name}={x!r} must be an int array, with an int in each place of it.") from e
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}.dtype={x.dtype} must be an integer type. Convert it with `.astype(jnp.int32)`.")
     return x
