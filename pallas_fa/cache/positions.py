@@ -57,8 +57,8 @@ def last_rows(query: Any, sizes: tuple[int, ...], mask: Any, lengths: Any, given
     mask, score = checked_mask(mask), checked_score(rest.get("score"))
     if score is not None:
         rest["score"] = score.at_end()
-    rules = [x for x in (causal, behind, None if mask is None else mask.at_end()) if x is not None]
-    return rest | {"mask": all_of(rules), "query_seq_lengths": lengths}
+    rules: list[masks.Mask | None] = [causal, behind, None if mask is None else mask.at_end()]
+    return rest | {"mask": all_of([x for x in rules if x is not None]), "query_seq_lengths": lengths}
 
 
 def _dims(query, sizes):
