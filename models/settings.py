@@ -106,6 +106,7 @@ Rule = tuple[str, Callable[[Any], bool]]
 AT_LEAST_1: Rule = ("be at least 1 and below 2**31", lambda value: 1 <= value < 2**31)
 AT_LEAST_0: Rule = ("not be negative, and be below 2**31", lambda value: 0 <= value < 2**31)
 POSITIVE: Rule = ("be a positive finite number of float32", lambda value: 2**-126 <= value < 2**128)
+CONTEXT: Rule = ("be at least 2 bytes, and below 2**31", lambda value: 2 <= value < 2**31)
 RULES: dict[str, Rule] = {
     "steps": AT_LEAST_1, "batch": AT_LEAST_1, "checkpoint_every": AT_LEAST_1, "keep": AT_LEAST_1,
     "validate_every": AT_LEAST_1, "log_every": AT_LEAST_1, "validation_bytes": AT_LEAST_1,
@@ -185,6 +186,13 @@ def _find_damage(fields: Any) -> str | None:
             return f"it lacks {name!r}"
         if not isinstance(fields[name], types.get(name, object)):
             return f"{name!r} can't be {fields[name]!r}"
+    for name, known in (("task", TASKS), ("size", TASKS.get(fields["task"], {}))):
+        if fields[name] not in known:
+            return f"{name!r} can't be {fields[name]!r}: it must be one of {', '.join(known)}"
+    rules = RULES | ({"context": CONTEXT} if fields["task"] == "text" else {})
+    for name, (rule, holds) in rules.items():
+        if name in fields and not holds(fields[name]):
+            return f"{name!r} can't be {fields[name]!r}: it must {rule}"
     return None
 
 
@@ -232,10 +240,7 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
     for name, (rule, holds) in RULES.items():
         value = getattr(settings, name)
         if not holds(value):
-            source = "" if name in given or not settings.resume else f" (in {RECORD})"
-            raise UsageError(
-                f"{_flag(name)}={value!r}{source}: it must {rule}; change it, or leave it out for the default."
-            )
+            raise UsageError(f"{_flag(name)}={value!r}: it must {rule}; change it, or leave it out for the default.")
     if settings.warmup >= settings.steps and settings.warmup > 0:
         raise UsageError(
             f"--warmup={settings.warmup} with --steps={settings.steps}: the warmup must end before the last step; "
@@ -248,8 +253,8 @@ def _check(settings: Settings, given: dict[str, Any]) -> None:
                     f"{_flag(name)}={given[name]!r} goes with --task text; the images are scikit-learn's digits: "
                     "leave it out."
                 )
-    elif settings.context < 2:
-        raise UsageError(f"--context={settings.context}: it must be at least 2 bytes; raise it.")
+    elif not CONTEXT[1](settings.context):
+        raise UsageError(f"--context={settings.context}: it must {CONTEXT[0]}; change it.")
     if settings.data is not None and _reads_itself(Path(settings.data), settings.out):
         raise UsageError(
             f"--out={str(settings.out)!r} lies in --data={settings.data!r}, so that the run would read its own files "

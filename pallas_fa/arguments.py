@@ -145,7 +145,7 @@ def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
 
 def float_array(name: str, x: Any) -> Any:
     """`x` as an array, if it is of a float type."""
-    x = _array(name, x, "a float array [*B, length, heads, head dim]")
+    x = _array(name, x, "a float array [*B, length, heads, head dim]", "Pass an array of JAX or NumPy.")
     x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
@@ -183,7 +183,7 @@ def bias(bias: Any) -> scores.Bias | None:
     return scores.Bias(x)
 
 
-def _array(name, x, what):
+def _array(name, x, what, remedy="Leave it out for none."):
     """`x` as an array; what is none, but another kind of argument, is named."""
     if is_array(x):
         return x
@@ -195,7 +195,7 @@ def _array(name, x, what):
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as e:
-        raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. Leave it out for none.") from e
+        raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. {remedy}") from e
 
 
 def soft_cap(cap: Any) -> scores.SoftCap | None:
@@ -272,15 +272,15 @@ def window_sides(window: Any) -> tuple[Any, Any]:
     return left, right
 
 
-def window_mask(dims: Dims, window: Any) -> masks.Window | None:
-    """`local_window_size`, checked."""
+def window_mask(dims: Dims, window: Any, align: offsets.Align = "top_left") -> masks.Window | None:
+    """`local_window_size`, checked; `align` as in `masks.Window`."""
     if window is None:
         return None
     sides = window_sides(window)
     for i, side in enumerate(sides):
         if is_array(side):
             offsets.per_sequence(f"local_window_size[{i}]", side, dims)  # an error here names the argument
-    return masks.Window(*sides)
+    return masks.Window(*sides, align=align)
 
 
 def segment_mask(dims: Dims, query_ids: Any, key_ids: Any) -> masks.Segments | None:

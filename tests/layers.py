@@ -54,6 +54,7 @@ THINNED = {
     "test_block_masks.py::test_random_blocks_are_dense_masks": 2,
     "test_block_masks.py::test_second_derivatives": 0,
     "test_cache.py::test_sharded_caches": 2,
+    "test_cache_positions.py::test_steps_are_the_whole_sequences_whatever_counts_positions": 8,
     "test_checkpoint.py::test_a_kill_at_any_point_of_a_save_leaves_what_can_be_resumed": 0,
     "test_closed_over_arrays.py::test_indexed_arrays_are_right": 2,
     "test_context_parallel.py::test_all_to_all_attention_is_attention": 6,

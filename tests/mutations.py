@@ -34,6 +34,7 @@ BACKWARD = "tests/test_backward_kernel.py -k interpreted"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 APPEND = "tests/test_cache.py -k rows"
+POSITIONS = "tests/test_cache_positions.py"
 PAGES = "tests/test_paged_attention.py"
 FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py -k parts"
 FLOAT16 = "tests/test_float16_range.py"
@@ -83,6 +84,9 @@ MUTATIONS = (
     Mutation("cache/allocator.py", "if not self._users[page]", "", "tests/test_cache.py -k Alloc"),
     Mutation("cache/rows.py", "jnp.cumprod(real & has_room,", "jnp.cumprod(real,", APPEND),
     Mutation("cache/paged.py", "(index >= 0) & (index < P)", "(index < P)", APPEND),
+    Mutation("cache/positions.py", "score.at_end()", "score", f"{POSITIONS} -k alibi"),
+    Mutation("scores/relative_bias.py", "+ dims.S - start[..., 0]", "+ dims.S", f"{POSITIONS} -k program"),
+    Mutation("operands/part.py", "axes=(2,))", "axes=(3,))", "tests/test_custom_functions.py -k aligned"),
     Mutation("cache/ragged.py", "- done - queries)", "- done)", "tests/test_ragged.py -k dense"),
     Mutation("operands/pages.py", "table = jnp.clip(table, 0, self.count - 1)", "pass", f"{PAGES} -k nearest"),
     Mutation("backends/xla/matmuls.py", "else lengths - start", "else lengths", f"{PAGES} -k page_sizes"),

@@ -177,6 +177,13 @@ def test_sharded_caches(kind, make):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
 
+QUERY, ROWS = np.zeros((B, 1, N, H), np.float32), tuple(np.zeros((B, 1, K, x), np.float32) for x in (H, 2 * H))
+
+
+def with_lengths(cache, lengths):
+    return dataclasses.replace(cache, lengths=lengths)
+
+
 WRONG = {
     "more rows than room": (lambda c: c.append(normal(B, 13, K, H), normal(B, 13, K, 2 * H)), r"T=13 rows.*room for 12"),
     "dtype": (lambda c: c.append(*(jnp.zeros((B, 1, K, x), jnp.bfloat16) for x in (H, 2 * H))), "key.dtype=bfloat16"),
@@ -185,6 +192,16 @@ WRONG = {
     "lengths": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H), jnp.ones(2, int)), r"lengths.shape=\(2,\)"),
     "window of three": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(1, 2, 3)), "local_window_size=.*pair"),
     "negative window": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(-2, 0)), r"local_window_size\[0\]=-2"),
+    "window of a batch": (lambda c: c.attend(QUERY, local_window_size=(np.ones(2, int), 0)), r"size\[0\].shape=\(2,\)"),
+    "lengths of the cache": (lambda c: with_lengths(c, 3).append(*ROWS), r"the cache's lengths=3, but.*full_like"),
+    "their size": (lambda c: with_lengths(c, jnp.ones((B, 1), int)).attend(QUERY), r"lengths have the shape \(3, 1\)"),
+    "their dtype": (lambda c: with_lengths(c, jnp.ones(B)).attend(QUERY), "the cache's lengths.*dtype float32, but must be"),
+    "a hole in lengths": (lambda c: c.append(*ROWS, [1, None, 1]), r"lengths=\[1, None, 1\] must be an int array"),
+    "no key": (lambda c: c.append(None, None), "key=None.*Pass an array"),
+    "key beside the cache": (lambda c: c.attend(QUERY, key=ROWS[0]), r"key of shape \(3, 1, 2, 8\).*the cache has it"),
+    "query without T": (lambda c: c.attend(QUERY[:, 0]), r"query.shape=\(3, 4, 8\) must be \[B, T, N, H\].*each is T=1"),
+    "another batch": (lambda c: c.attend(QUERY[:2]), r"query.shape=\(2, 1, 4, 8\).*B=3 sequences of the cache"),
+    "heads of the query": (lambda c: c.attend(QUERY[:, :, :3]), "N=3 heads, and the cache K=2.*transpose it"),
     "float lengths": (lambda c: c.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H), jnp.ones(B)), "lengths.dtype"),
 }  # fmt: skip
 
@@ -218,8 +235,9 @@ def test_wrong_sizes_and_arguments():
             cache.attend(normal(B, 1, N, H), lengths=jnp.ones(2, int))
         with pytest.raises(TypeError, match="^lengths.dtype=float32 must be"):
             cache.attend(normal(B, 1, N, H), lengths=jnp.ones(B))
-    with pytest.raises(TypeError, match="dtype='int8' must be a float dtype"):
-        KeyValueCache.empty(1, 4, 1, 8, dtype="int8")
+    for dtype in ("int8", "bf16", None, 3):
+        with pytest.raises(TypeError, match=f"dtype={dtype!r} must be a float dtype"):
+            KeyValueCache.empty(1, 4, 1, 8, dtype=dtype)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="is_causal=True cannot be given here"):
         contiguous().attend(normal(B, 1, N, H), is_causal=True)
 
@@ -333,3 +351,20 @@ def test_wrong_use_of_the_allocator():
         allocator.allocate(-1)
     with pytest.raises(ValueError, match="page_size=0"):
         PageAllocator(4, 0)
+    wrong: dict = {
+        r"sequence=\[0\] must be an int of at least 0. Pass one sequence": lambda a: a.free([first]),
+        "sequence=None must be": lambda a: a.extend(None, 4),
+        "sequence=7 is not there": lambda a: a.page_table([7], 2),
+        "shared=None must be an int of at least 0": lambda a: a.fork(first, None, 4),
+        "shared=-1 must be": lambda a: a.fork(first, -1, 4),
+        "tokens='x' must be": lambda a: a.fork(first, 16, "x"),
+        r"sequences=0 must be a list": lambda a: a.page_table(first, 3),
+        r"sequences=\[0, 0\] names 0 more than once.*fork": lambda a: a.page_table([first, first], 3),
+        "pages_per_sequence=-1 must be": lambda a: a.page_table([first], -1),
+        "pages_per_sequence='3' must be": lambda a: a.page_table([first], "3"),
+    }
+    for message, call in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(allocator)
+    assert allocator.free_pages == 1
+    np.testing.assert_array_equal(allocator.page_table({first: None}.keys(), 3)[0] >= 0, True)  # pyright: ignore[reportArgumentType]

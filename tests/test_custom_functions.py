@@ -254,3 +254,25 @@ def test_dtypes_and_results(implementation):
         assert what in refuses(implementation, "must return one array", mask=masks.Custom(fn))
     message = refuses(implementation, score=scores.Custom(lambda x, *_: x[..., None] * jnp.ones(3)))
     assert "[B, N, T, S, *] in the places of [B, N, T, S]" in message
+
+
+@pytest.mark.parametrize("lengths", (None, np.array([S, 9])))
+def test_positions_aligned_to_the_end(lengths, small_chunks):
+    """t is counted so that the last query stands at the last key; the arrays stay those of the call."""
+    b, n, t, s = INDEX
+    keys, table = np.full(B, S) if lengths is None else lengths, np.sin(np.arange(T))[:, None]
+    at = t + keys[:, None, None, None] - T
+    rule = lambda b, n, t, s, x: (t - s < 40) & (s <= t + 3 * n) | (x > 0.9)
+    step = lambda x, b, n, t, s, y: x * jnp.cos(t / 9) + y * (t - s) / 50
+    mask, score = (kind(fn, table, align="bottom_right") for kind, fn in ((masks.Custom, rule), (scores.Custom, step)))
+    x = LOGITS
+    want = dense(x * np.cos(at / 9) + table * (at - s) / 50, rule(b, n, at, s, table) & (s < keys[:, None, None, None]))
+    for implementation in ("xla", "reference"):
+        out = attend(implementation, mask=mask, score=score, key_value_seq_lengths=lengths)
+        np.testing.assert_allclose(out, want, atol=2e-5)
+
+
+def test_wrong_alignments():
+    for kind, fn in ((masks.Custom, lambda b, n, t, s: s <= t), (scores.Custom, lambda x, b, n, t, s: x)):
+        with pytest.raises(ValueError, match="align='bottom' is not a way to align Custom"):
+            kind(fn, align="bottom")

@@ -37,6 +37,10 @@ def poisoned(arrays):
     return {**arrays, **poison, "key_value_seq_lengths": LENGTHS}
 
 
+def not_every_third(b, n, t, s):
+    return (t + s) % 3 > 0
+
+
 # name: (arrays, static keywords); `slopes` become an Alibi, `strip` a RelativeBias.
 CASES = {
     "one query": (arrays(), {}),
@@ -59,6 +63,15 @@ CASES = {
     ),
     "alibi": (poisoned(arrays(2, slopes=np.linspace(0.1, 1, N, dtype=np.float32), scale=np.float32(0.3))), {}),
     "dropout": (arrays(2, dropout_key=np.asarray([3, 4], np.uint32)), {"dropout_rate": 0.3}),
+    "positions from the end": (
+        poisoned(arrays(3)),
+        {
+            "mask": BOTTOM_RIGHT & masks.Custom(not_every_third, align="bottom_right"),
+            "score": scores.Alibi(np.linspace(0.1, 1, N, dtype=np.float32), align="bottom_right")
+            .then(scores.RelativeBias(lambda offset: jnp.sin(0.3 * offset), "bottom_right"))
+            .then(scores.Custom(lambda x, b, n, t, s: x * (1 + 0.01 * t), align="bottom_right")),
+        },
+    ),
     "relative bias": (arrays(3, strip=normal((N, S + 2), 9)), {"mask": BOTTOM_RIGHT}),
 }  # fmt: skip
 FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "sinks", "strip")

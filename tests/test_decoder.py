@@ -133,6 +133,38 @@ def test_what_is_left_out_is_never_drawn(sampling, allowed):
     assert tuple(set(column.tolist()) for column in drawn.T) == allowed
 
 
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    (
+        (Sampling(top_k=1), ({0}, {1})),
+        (Sampling(top_k=2), ({0, 1}, {1, 3})),
+        (Sampling(top_k=3), ({0, 1, 2}, {0, 1, 3})),
+        (Sampling(top_p=0.5), ({0, 1}, {1, 3})),
+        (Sampling(top_p=0.51), ({0, 1, 2}, {1, 3})),
+        (Sampling(top_k=2, top_p=0.5), ({0}, {1})),
+    ),
+    ids=str,
+)
+def test_of_equals_the_first_are_taken(sampling, allowed):
+    """As many as were asked for, and no more: in the first row all are equal, in the second the two that are left."""
+    logits = jnp.log(jnp.array([[0.25] * 4, [0.125, 0.375, 0.125, 0.375]]))
+    keys = jax.random.split(jax.random.key(2), (200, 2))
+    drawn = np.asarray(jax.vmap(sampling.draw, (None, 0))(logits, keys))
+    assert tuple(set(column.tolist()) for column in drawn.T) == allowed
+
+
+@pytest.mark.parametrize("temperature", (2**-126, 2**-100, 1e-9, 2.0**127))
+@pytest.mark.parametrize("left_out", ({}, {"top_k": 3}, {"top_p": 0.9}), ids=str)
+def test_extreme_temperatures(temperature, left_out):
+    """The coldest is greedy, the hottest draws all alike."""
+    keys = jax.random.split(jax.random.key(3), (200, 2))
+    drawn = np.asarray(jax.vmap(Sampling(temperature, **left_out).draw, (None, 0))(LOGITS * 40 + 900, keys))
+    if temperature < 1:
+        assert set(drawn[:, 0]) == {1} and set(drawn[:, 1]) == {3}
+    else:
+        assert [len(set(column)) for column in drawn.T] == [3, 3] if left_out.get("top_k") else [4, 4]
+
+
 def test_frequencies_are_probabilities():
     keys = jax.random.split(jax.random.key(1), (4000, 2))
     drawn = np.asarray(jax.vmap(Sampling(0.5, top_k=3).draw, (None, 0))(LOGITS, keys))

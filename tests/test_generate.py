@@ -161,6 +161,16 @@ def test_runs_that_can_not_be_used(run, tmp_path, capsys):
     assert "can't read" in (err := said(lambda x: (x / "run.json").unlink())) and "name another run" in err
     images = json.dumps(record | {"task": "images"})
     assert "only text can be continued" in said(lambda folder: (folder / "run.json").write_text(images))
+    for change, words in (
+        ({"size": "huge"}, "'size' can't be 'huge': it must be one of nano, tiny"),
+        ({"dtype": "float33"}, "'dtype' can't be 'float33': it must be 'float32' or 'bfloat16'"),
+        ({"task": "images", "size": "small"}, "'size' can't be 'small'"),
+        ({"context": 0}, "'context' can't be 0: it must be at least 2"),
+        ({"sinks": "no"}, "'sinks' can't be 'no'"),
+    ):
+        broken = json.dumps(record | change)
+        err = said(lambda x, broken=broken: (x / "run.json").write_text(broken))
+        assert "--run can't read" in err and words in err and "name another run" in err
     for change in ({"sinks": False}, {"size": "tiny"}):
         other = json.dumps(record | change)
         assert "those of another model). It is intact" in said(

@@ -91,6 +91,26 @@ def test_is_what_jax_defines(rng):
     np.testing.assert_allclose(WITH_EVERYTHING(*given)[: len(want)], want, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_scales_keep_their_digits_and_range(dtype, rng):
+    """Numbers of Python and arrays of 16 bits alike: none is rounded to the dtype of the queries, nor is a product."""
+    q, pages, *rest = arguments(rng, BATCHES["both"], dtype)
+    attend = jax.jit(ragged_paged_attention)
+    plain = attend(q, pages / 2**12, *rest)
+    for factor in (1.0029, 1e5, np.float64(1e-7)):
+        got = attend(q, pages / 2**12, *rest, v_scale=factor)
+        want = (np.asarray(plain, np.float32) * np.float32(factor)).astype(dtype)
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == dtype and jnp.isfinite(got).all()
+    # 1.0078125 has the bits of both dtypes, and its square has not.
+    factor = 1.0078125
+    want = attend(q, pages, *rest, sm_scale=factor * factor)
+    got = attend(q, pages, *rest, sm_scale=jnp.asarray(factor, dtype), k_scale=jnp.asarray(factor, dtype))
+    np.testing.assert_array_equal(got, want)
+    large = jnp.asarray(2.0**9, dtype)
+    assert jnp.isfinite(attend(q / 2**9, pages / 2**9, *rest, sm_scale=large, k_scale=large)).all()
+
+
 @pytest.mark.parametrize("size", [1, 64])
 def test_blocks_of_any_size(size, rng):
     given = arguments(rng, BATCHES["both"])
@@ -159,6 +179,8 @@ def test_wrong_numbers(rng):
     for wrong in (dict(sm_scale=None), dict(k_scale="2"), dict(v_scale=jnp.ones((2, 1, 1, 1)))):
         with pytest.raises(TypeError, match=f"(?s)^{next(iter(wrong))}=.* must be a number"):
             ragged_paged_attention(*given, **wrong)
+    with pytest.raises(ValueError, match="^k_scale=inf must be finite"):
+        ragged_paged_attention(*given, k_scale=float("inf"))
 
 
 def test_no_tokens(rng):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa import scores
+from pallas_fa import masks, scores
 from pallas_fa.backends.gpu.skewed import Skewed
 from pallas_fa.operands import diagonals
 
@@ -152,6 +152,25 @@ def test_the_kernels_hold_no_array_of_T_x_S():
     assert max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes) < T * T / 8
 
 
+@pytest.mark.parametrize("lengths", (None, "of sequences", "of heads"))
+@pytest.mark.parametrize("T, S", [(7, 20), (20, 7), (1, 5)])
+def test_aligned_to_the_end_the_last_query_is_at_the_last_key(T, S, lengths, small_chunks):
+    """The bias that each sequence, or each head, gets by hand; with the gradient of what the function closes over."""
+    kv_lengths, mask = np.full((2, N), S), None
+    if lengths is not None:
+        kv_lengths = np.random.default_rng(3).integers(1, S + 1, (2, N if lengths == "of heads" else 1), np.int32)
+        mask = masks.Lengths(kv_lengths=kv_lengths[..., None, None] if lengths == "of heads" else kv_lengths[:, 0])
+    table, arrays, head = strip_of(2 * (S + T), 1, N), qkv(T, S), np.arange(N)[:, None, None]
+    offset = np.arange(S) - (np.arange(T)[:, None] + kv_lengths[..., None, None] - T)  # [B, N, T, S]
+
+    def loss(score):
+        attend = lambda table: pallas_fa.dot_product_attention(*arrays, mask=mask, score=score(table))
+        return jax.jit(jax.value_and_grad(lambda table: jnp.sum(jnp.sin(3 * attend(table)))))(table)
+
+    found = loss(lambda table: scores.RelativeBias(lambda x: table[:, x + S + T], align="bottom_right"))
+    close(found, loss(lambda table: scores.Bias(table[head, offset + S + T])))
+
+
 @pytest.mark.parametrize(
     ("strip", "error", "words"),
     [
@@ -178,3 +197,10 @@ def test_deterministic_gradients_come_from_xla():
     x, strip = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), jnp.zeros(255)
     said = pallas_fa.explain(x, x, x, score=scores.RelativeBias(strip), deterministic_gradients=True)
     assert "xla computes its gradients" in said and "of a RelativeBias, in no fixed order" in said
+
+
+def test_an_array_has_nothing_to_align():
+    with pytest.raises(ValueError, match=r"strip of shape \(9,\) with align='bottom_right'.*Pass a function"):
+        scores.RelativeBias(strip_of(5, 5), align="bottom_right")
+    with pytest.raises(ValueError, match="align='end' is not a way to align RelativeBias"):
+        scores.RelativeBias(jnp.cos, align="end")  # pyright: ignore[reportArgumentType]

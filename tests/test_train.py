@@ -153,6 +153,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(finished, t
         (b"[]", "it is no JSON object"),
         (b"{}", "it lacks 'task'"),
         ((b'"steps": 10', b'"steps": "10"'), "'steps' can't be '10'"),
+        ((b'"steps": 10', b'"steps": 0'), "'steps' can't be 0: it must be at least 1"),
+        ((b'"task": "text"', b'"task": "txet"'), "'task' can't be 'txet': it must be one of text, images"),
     ],
 )
 def test_a_damaged_record_is_named(finished, tmp_path, capsys, content, words):

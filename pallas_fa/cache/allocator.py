@@ -53,7 +53,7 @@ class PageAllocator:
           OutOfPages: fewer pages are free.
         """
         pages = self._of(sequence)
-        pages += self._take(self._count(tokens) - len(pages))
+        pages += self._take(self._count("tokens", tokens) - len(pages))
 
     def fork(self, sequence: int, shared: int, tokens: int) -> tuple[int, int]:
         """Makes a sequence that begins with rows of another one, and shares the pages that these fill.
@@ -75,11 +75,12 @@ class PageAllocator:
           ValueError: the other sequence has no pages for `shared` rows, or `tokens` is less than these.
         """
         pages = self._of(sequence)
-        if not 0 <= self._count(shared) <= len(pages):
+        if self._count("shared", shared) > len(pages):
             raise ValueError(
                 f"shared={shared}, but sequence {sequence} has pages for {len(pages) * self.page_size} rows only. Share"
                 " rows that it has."
             )
+        self._count("tokens", tokens)  # raises where it is no number
         if tokens < shared:
             raise ValueError(
                 f"tokens={tokens} is less than shared={shared}: it counts the shared rows, too. Pass more."
@@ -98,11 +99,21 @@ class PageAllocator:
         """Returns the table int32 [len(sequences), pages_per_sequence] of a cache: the pages of each, then -1.
 
         Raises:
-          ValueError: a sequence has more pages than that.
+          ValueError: a sequence has more pages than that, or is named twice.
         """
-        table = np.full((len(sequences), pages_per_sequence), -1, np.int32)
-        for row, sequence in zip(table, sequences, strict=True):
-            pages = self._of(sequence)
+        width = as_count("pages_per_sequence", pages_per_sequence, "Pass the width of the cache's page_table.")
+        try:
+            sequences = list(sequences)
+        except TypeError as e:
+            raise TypeError(f"sequences={sequences!r} must be a list of what allocate and fork return.") from e
+        pages_of = [self._of(sequence) for sequence in sequences]
+        table = np.full((len(sequences), width), -1, np.int32)
+        for row, sequence, pages in zip(table, sequences, pages_of, strict=True):
+            if sequences.count(sequence) > 1:
+                raise ValueError(
+                    f"{sequences=} names {sequence} more than once: two rows of the cache would write into the same pages."
+                    " Make another sequence that begins like it, with fork."
+                )
             if len(pages) > pages_per_sequence:
                 raise ValueError(
                     f"{pages_per_sequence=}, but sequence {sequence} has {len(pages)} pages. Make a wider table, or give"
@@ -111,16 +122,18 @@ class PageAllocator:
             row[: len(pages)] = pages
         return table
 
-    def _count(self, tokens):
-        return -(-as_count("tokens", tokens, "It says for how many rows there are pages.", least=0) // self.page_size)
+    def _count(self, name, rows):
+        """How many pages hold so many rows."""
+        return -(-as_count(name, rows, "Pass a number of rows, one for each token.", least=0) // self.page_size)
 
     def _of(self, sequence):
+        sequence = as_count("sequence", sequence, "Pass one sequence, as allocate and fork return it.", least=0)
         if sequence not in self._pages:
             raise ValueError(f"sequence={sequence!r} is not there: it was never allocated, or is already freed.")
         return self._pages[sequence]
 
     def _new_sequence(self, shared, tokens):
-        pages = [*shared, *self._take(self._count(tokens) - len(shared), also=shared)]
+        pages = [*shared, *self._take(self._count("tokens", tokens) - len(shared), also=shared)]
         sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         self._pages[sequence] = pages
         return sequence

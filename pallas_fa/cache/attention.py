@@ -56,7 +56,8 @@ def paged_attention(
         An entry before it must be in [0, P); what stands for another one is the nearest page, page 0 or P - 1.
       lengths: int [B], how many rows of each sequence are there; clipped to [0, S]. They bound what is read.
       bias: as in `dot_product_attention`, as are all arguments that are not listed; s counts the rows of a sequence.
-      mask: likewise. `masks.Causal(align="bottom_right")` lets the last query see the last row.
+      mask: likewise. `masks.Causal(align="bottom_right")` lets the last query see the last row. As there, masks and scores
+        count queries from position 0 unless their `align` is "bottom_right"; `PagedCache.attend` sets it.
       page_layout: "PSKH", or "KPSH" where pages are [K, P, page, H] and [K, P, page, Hv], as in JAX's TPU kernel
         `paged_attention`. Neither is copied.
       implementation: as in `dot_product_attention`. 'xla' gathers the pages of one chunk of keys at a time, 'reference' all.

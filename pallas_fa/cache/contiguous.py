@@ -83,9 +83,10 @@ class KeyValueCache:
           ValueError, TypeError: a shape or a dtype does not fit the cache, or T exceeds its room for a sequence.
         """
         B, S = self.key.shape[:2]
+        lengths_before = rows.checked_lengths(self.lengths, B)
         new = rows.new_rows(key, value, lengths, batch=B, kept=(self.key, self.value), capacity=S)
-        position = self.lengths[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
-        placed = rows.place(new, self.lengths, self.dropped, (position >= 0) & (position < S))
+        position = lengths_before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
+        placed = rows.place(new, lengths_before, self.dropped, (position >= 0) & (position < S))
         # What is not written goes past the end, each row to a place of its own, where the scatter drops it.
         position = jnp.where(placed.writes, position, S + jnp.arange(new.key.shape[1], dtype=jnp.int32))
         write = jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop", unique_indices=True))
@@ -112,18 +113,24 @@ class KeyValueCache:
 
         Args:
           query: [B, T, N, H]; the last real one of a sequence sees the last row.
-          mask: which of these pairs may attend, as in `dot_product_attention`: t counts these queries, s all rows.
+          mask: which of these pairs may attend, as in `dot_product_attention`. In masks and in `score`, t is the position in
+            the sequence, s that of a row: what was given to a whole sequence says the same here, whatever its `align`. The
+            dim T of arrays (bool masks, `bias`, segment ids, those in a mask or a score) counts these queries.
           lengths: int [B], how many of the T queries are real, as given to `append`; None for all. The others give 0.
-          **arguments: as in `dot_product_attention`, but for `is_causal` and the two lengths, which are refused, and the
-            layout, which is "BTNH".
+          **arguments: as in `dot_product_attention`, but for `is_causal`, the two lengths and dropout, which are refused,
+            and the layout, which is "BTNH".
 
         Returns:
           [B, T, N, Hv]; with `return_residual=True` also lse [B, T, N].
+
+        Raises:
+          ValueError, TypeError: an argument is wrong; or positions have no meaning here: an `offset` from the start of the
+            queries, `Lengths`, the blocks of a mask.
         """
         return dot_product_attention(
             query,
             self.key,
             self.value,
-            key_value_seq_lengths=self.lengths,
-            **last_rows(query, mask, lengths, arguments),
+            key_value_seq_lengths=rows.checked_lengths(self.lengths, self.key.shape[0]),
+            **last_rows(query, self.key.shape[:3], mask, lengths, arguments),
         )

@@ -88,14 +88,15 @@ class PagedCache:
         In place where that is, too. A row for which the table has no page is not written, nor are those behind it; they
         are counted in `dropped`.
         """
-        table = rows.checked_table(self.page_table, self.lengths.shape[0])
+        before = rows.checked_lengths(self.lengths)
+        table = rows.checked_table(self.page_table, before.shape[0])
         B, pages_per_sequence = table.shape
         P, page = self.key_pages.shape[:2]
         kept = self.key_pages, self.value_pages
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
-        position = self.lengths[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
+        position = before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
         index = table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
-        placed = rows.place(new, self.lengths, self.dropped, (position >= 0) & (index >= 0) & (index < P))
+        placed = rows.place(new, before, self.dropped, (position >= 0) & (index >= 0) & (index < P))
         index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
         write = lambda pages, new: pages.at[index, position % page].set(new, mode="drop")
         return dataclasses.replace(
@@ -115,11 +116,13 @@ class PagedCache:
         **arguments: Any,
     ) -> Any:
         """Returns `pallas_fa.paged_attention` of the queries whose rows were appended last, as `KeyValueCache.attend`."""
+        kept = rows.checked_lengths(self.lengths)
+        B, pages = rows.checked_table(self.page_table, kept.shape[0]).shape
         return paged_attention(
             query,
             self.key_pages,
             self.value_pages,
             self.page_table,
-            self.lengths,
-            **last_rows(query, mask, lengths, arguments),
+            kept,
+            **last_rows(query, (B, pages * self.key_pages.shape[1], self.key_pages.shape[2]), mask, lengths, arguments),
         )

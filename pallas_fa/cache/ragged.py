@@ -1,6 +1,7 @@
 """`ragged_paged_attention`: attention of sequences with any number of queries each, as in continuous batching."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +58,8 @@ def ragged_paged_attention(
       sliding_window: how many keys a query sees, its own included; None for all up to its own.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       mask_value: no effect. Masked logits are -inf.
-      k_scale: factor of all keys, and `v_scale` of all values.
+      k_scale: factor of all keys, and `v_scale` of all values. It multiplies the output in float32; where `q` has 16 bits,
+        the output is rounded to these before and after.
       num_kv_pages_per_block: no effect, like `vmem_limit_bytes`. They tune the TPU's kernel.
       num_queries_per_block: queries of a block, 16 unless given; the kernel takes no more. Longer blocks read the keys of
         long prompts less often, and waste more on sequences with few queries.
@@ -79,13 +81,12 @@ def ragged_paged_attention(
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
-    for name, x in (("sm_scale", sm_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_factor(name, 1.0 if x is None and name != "sm_scale" else x)
+    given = {"sm_scale": sm_scale, "k_scale": 1.0 if k_scale is None else k_scale}
+    factors = [_factor(name, x) for name, x in (given | {"v_scale": 1.0 if v_scale is None else v_scale}).items()]
     if not queries.shape[0]:
         return queries
-    scale = sm_scale * (1.0 if k_scale is None else k_scale)
     attend_blocks = functools.partial(
-        attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
+        attend, mask=mask, scale=factors[0] * factors[1], logits_soft_cap=soft_cap, implementation=implementation
     )
 
     @keeping_shardings
@@ -101,7 +102,10 @@ def ragged_paged_attention(
         return jnp.zeros_like(queries).at[token].set(out, mode="drop")
 
     out = run(queries, pages, lengths, table, starts, count)
-    return out if v_scale is None else out * jnp.asarray(v_scale, out.dtype)
+    if v_scale is None:
+        return out
+    # In float32, whose range and digits a scale of 16 bits lacks.
+    return (out.astype(jnp.promote_types(out.dtype, jnp.float32)) * factors[2]).astype(out.dtype)
 
 
 class _Blocks(NamedTuple):
@@ -159,9 +163,13 @@ def _check(q, pages, lengths, table, starts, count):
             )
 
 
-def _check_factor(name, x):
+def _factor(name, x):
+    """A factor, checked; where it is an array, in float32 at least, so that no product is rounded to fewer bits."""
     if not is_static_number(x) and not (is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name}={x!r} must be a number or a scalar float array. Leave it out for 1.0.")
+    if is_static_number(x) and not math.isfinite(x):
+        raise ValueError(f"{name}={x!r} must be finite. Leave it out for 1.0.")
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_array(x) and not is_static_number(x) else float(x)
 
 
 def _count(name, x):

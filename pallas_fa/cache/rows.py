@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_fa.arguments import float_array
 from pallas_fa.operands.offsets import as_int32, int_array
-from pallas_fa.operands.pytree import as_count
+from pallas_fa.operands.pytree import as_count, is_array
 
 
 class Rows(NamedTuple):
@@ -45,10 +45,31 @@ def check_sizes(**sizes: Any) -> None:
 
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError unless `dtype` is one of floats."""
-    if not jnp.issubdtype(dtype, jnp.floating):
+    try:
+        is_float = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # it names no dtype
+        is_float = False
+    if not is_float:
         raise TypeError(
             f"dtype={dtype!r} must be a float dtype, that of the keys and values to come. Pass jnp.bfloat16."
         )
+
+
+def checked_lengths(lengths: Any, B: int | None = None) -> Any:
+    """Returns the lengths of a cache, int [B] (None: of any size); raises where they are none."""
+    array = lengths if is_array(lengths) else None
+    if array is None or not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 or B not in (None, len(array)):
+        shown = (
+            f" have the shape {tuple(array.shape)} and the dtype {array.dtype}"
+            if array is not None
+            else f"={lengths!r}"
+        )
+        raise ValueError(
+            f"the cache's lengths{shown}, but must be an int array [B]{'' if B is None else f'={(B,)}'}: how many rows of"
+            " each sequence are there. Use dataclasses.replace(cache, lengths=jnp.full_like(cache.lengths, n)) for one"
+            " number of all."
+        )
+    return jnp.asarray(array)
 
 
 def checked_table(table: Any, B: int) -> Any:

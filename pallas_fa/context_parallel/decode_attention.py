@@ -77,9 +77,11 @@ def decode_attention(
     T * N * (Hv + 1) numbers of a sequence from each device, is all that travels; every device merges them by their
     log-sum-exps, and has the result. A device whose part lies past the lengths, or behind a window, has nothing to read.
 
-    Masks and scores see positions in the whole cache. S is the length of the whole cache. Arguments that are not listed,
-    and shape letters, are those of `dot_product_attention`. For several queries, the last of which is the last position
-    filled, use `mask=Causal(align="bottom_right")` with the lengths.
+    Masks and scores see positions of keys in the whole cache, whose length is S. As in `dot_product_attention`, they count
+    queries from position 0, and so do `is_causal` and `local_window_size`. Where the last query is the last position
+    filled, pass the lengths, and `align="bottom_right"` to each: `mask=Causal(align="bottom_right")` for several queries,
+    `score=Alibi(slopes, align="bottom_right")` for any number. Arguments that are not listed, and shape letters, are those
+    of `dot_product_attention`.
 
     Args:
       query: [*B, T, N, H], the same on all devices along `axis_name`.

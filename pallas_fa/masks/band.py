@@ -52,6 +52,13 @@ class Causal(Mask):
     def bind(self, dims: Dims, lengths: Any) -> "Causal":
         return Causal(offset=offsets.bind_aligned(self.offset, self.align, dims, lengths))
 
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return "Causal" if offsets.counts_from_start(self.align, self.offset) else None
+
+    def at_end(self) -> "Causal":
+        offsets.check_at_end("Causal", self.align, self.offset)
+        return dataclasses.replace(self, align="bottom_right")
+
     def moved(self, part: Part) -> "Causal":
         return Causal(offset=self.offset + part.shift)
 
@@ -119,6 +126,13 @@ class Window(Mask):
     def bind(self, dims: Dims, lengths: Any) -> "Window":
         left, right = (offsets.bind(name, getattr(self, name), dims) for name in ("left", "right"))
         return Window(left, right, offsets.bind_aligned(self.offset, self.align, dims, lengths))
+
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return "Window" if offsets.counts_from_start(self.align, self.offset) else None
+
+    def at_end(self) -> "Window":
+        offsets.check_at_end("Window", self.align, self.offset)
+        return dataclasses.replace(self, align="bottom_right")
 
     def moved(self, part: Part) -> "Window":
         return Window(self.left, self.right, self.offset + part.shift)

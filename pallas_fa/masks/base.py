@@ -109,6 +109,21 @@ class Mask(Node):
         """
         return self
 
+    def counted_from_start(self, dims: Dims) -> str | None:
+        """Returns what of this mask takes the first query of a call for position 0 of its sequence; None if nothing does.
+
+        Args:
+          dims: the sizes of the call.
+        """
+        return None
+
+    def at_end(self) -> "Mask":
+        """Returns this mask for queries that are the last positions of their sequences, and t such a position.
+
+        Arrays over T are those of the call. Raises ValueError where the mask has no such meaning.
+        """
+        return self
+
     def moved(self, part: Part) -> "Mask":
         """Returns this bound mask at the indices of `part`, which start at 0. Its arrays are already cut to the part."""
         return self
@@ -147,6 +162,12 @@ class _Composed(Mask):
 
     def moved(self, part: Part) -> Mask:
         return type(self)(tuple(each.moved(part) for each in self.parts))
+
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return next(filter(None, (part.counted_from_start(dims) for part in self.parts)), None)
+
+    def at_end(self) -> Mask:
+        return type(self)(tuple(part.at_end() for part in self.parts))
 
     def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
         return type(self)(tuple(part.in_tiles(sizes, tiles) for part in self.parts))

@@ -79,6 +79,17 @@ class BlockMask(Mask):
         mask = None if self.mask is None else self.mask.bind(dims, Lengths())
         return dataclasses.replace(self, blocks=blocks, mask=mask)
 
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return None if self.mask is None else "BlockMask"  # whatever its alignment, it knew of no lengths
+
+    def at_end(self) -> "BlockMask":
+        if self.mask is not None:
+            raise ValueError(
+                "mask holds a BlockMask of a mask, made for queries from position 0, but those of a cache are its last rows."
+                " Pass the mask without blocks."
+            )
+        return self
+
     def moved(self, part: Part) -> "BlockMask":
         t0, s0 = (x if is_static_int(x) else origin for x, origin in zip(part.start[2:], part.origin[2:], strict=True))
         mask = None if self.mask is None else self.mask.moved(part)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask
-from pallas_fa.operands import intervals
-from pallas_fa.operands.part import AtGlobalIndices
+from pallas_fa.operands import intervals, offsets
+from pallas_fa.operands.part import AtGlobalIndices, at_positions
 from pallas_fa.operands.pytree import is_array
 
 
@@ -21,7 +21,8 @@ class Custom(Mask):
     broadcastable, so it never indexes an argument; those of a 16-bit float dtype come as float32. `fn` may index an array
     that it closes over by b, n, t and s; the kernels can't do that. `ranges`: a mask known to allow all that `fn` allows;
     only its ranges are used, to skip tiles (without it every tile is visited), or its blocks, if it is or holds a
-    `BlockMask`.
+    `BlockMask`. `align`: as in `Causal`, how t is counted: "bottom_right" gives the last query the position of the last
+    key. Arrays are those of the call in either case.
 
     A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not bool.
     """
@@ -29,8 +30,12 @@ class Custom(Mask):
     fn: Callable[..., Any]
     arrays: tuple[Any, ...]
     ranges: Mask | None
+    align: offsets.Align
 
-    def __init__(self, fn: Callable[..., Any], *arrays: Any, ranges: Mask | None = None):
+    def __init__(
+        self, fn: Callable[..., Any], *arrays: Any, ranges: Mask | None = None, align: offsets.Align = "top_left"
+    ):
+        offsets.check_align("Custom", align)
         if not callable(fn):
             raise TypeError(f"fn={fn!r} must be a function fn(b, n, t, s, *slices) -> bool.")
         if ranges is not None and not isinstance(ranges, Mask):
@@ -40,6 +45,7 @@ class Custom(Mask):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", tuple(_as_array("arrays", x) for x in arrays))
         object.__setattr__(self, "ranges", ranges)
+        object.__setattr__(self, "align", align)
 
     def bind(self, dims, lengths):
         from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
@@ -52,8 +58,22 @@ class Custom(Mask):
                 " any other value than 0 means that, return `result != 0`."
             )
         fn, closed_over = closure.convert(self.fn, closed_over)
+        fn, start = at_positions(fn, 0, self.align, dims, lengths)
         ranges = None if self.ranges is None else self.ranges.bind(dims, lengths)
-        return Custom(fn, *arrays, *closed_over, ranges=ranges)
+        return Custom(fn, *start, *arrays, *closed_over, ranges=ranges)
+
+    def counted_from_start(self, dims):
+        from pallas_fa.operands import elementwise
+
+        arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
+        alone = self.align == "top_left" and elementwise.uses_queries(self.fn, arrays, of_logit=False)
+        if alone or self.ranges is None:
+            return "Custom" if alone else None
+        return self.ranges.counted_from_start(dims)
+
+    def at_end(self):
+        ranges = None if self.ranges is None else self.ranges.at_end()
+        return Custom(self.fn, *self.arrays, ranges=ranges, align="bottom_right")
 
     def moved(self, part):
         ranges = None if self.ranges is None else self.ranges.moved(part)

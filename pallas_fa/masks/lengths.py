@@ -56,6 +56,12 @@ class Lengths(Mask):
 
         return Lengths(bound("q_lengths", dims.T), bound("kv_lengths", dims.S))
 
+    def at_end(self) -> "Lengths":
+        raise ValueError(
+            "mask holds a Lengths, but a cache knows its lengths, and others would move its last row. Say how many of the"
+            " queries are real by lengths=, and hide rows by masks.Custom or by a bool array [B, 1, T, S]."
+        )
+
     def moved(self, part: Part) -> "Lengths":
         def cut(lengths, axis):
             return None if lengths is None else jnp.clip(lengths - part.start[axis], 0, part.size[axis])

@@ -17,6 +17,7 @@ from pallas_fa.arguments import Arguments, dropout_rate, with_signature
 from pallas_fa.masks import Mask
 from pallas_fa.nn.visible_keys import bounded
 from pallas_fa.operands.dims import Dims
+from pallas_fa.scores import Score
 
 
 @functools.partial(with_signature, broadcast_dropout=True)
@@ -71,6 +72,9 @@ def attention_fn(
       input_positions: refused if not None: this function applies no rotary embedding.
       local_window_size: refused, like `is_causal`, for a single query with several keys. Such a call decodes from a cache,
         and only the module knows the query's position.
+      score: what counts positions from the start is refused there, too, in a score and in a `Mask`. With
+        `align="bottom_right"` a query stands at the last key that the array `mask` allows, so that a bound
+        `score=Alibi(slopes, align="bottom_right")` serves training and decoding alike.
 
     Returns:
       [*B, T, N, Hv] in the promoted dtype. A query with nothing to attend to gives 0, where Flax gives the mean of all
@@ -88,13 +92,14 @@ def attention_fn(
         )
     _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions)
     query, key, value = _promoted(query, key, value, dtype)
-    if query.ndim >= 3 and key.ndim >= 3:  # if not, `normalise` says so
-        positions = arguments.get("is_causal"), arguments.get("local_window_size")
-        refuse_single_query(query.shape[-3], key.shape[-3], *positions)
     if mask is not None and not isinstance(mask, Mask):
         mask = jnp.asarray(mask).astype(jnp.bool_)  # nonzero is True, as for jnp.where in Flax
-        if min(query.ndim, key.ndim) >= 3 and query.shape[-3] == 1 < key.shape[-3]:
-            mask = bounded(mask, Dims(query.shape[:-3], 1, key.shape[-3], query.shape[-2]))
+    if min(query.ndim, key.ndim) >= 3 and query.shape[-3] == 1 < key.shape[-3]:  # with fewer dims, `normalise` says so
+        dims = Dims(query.shape[:-3], 1, key.shape[-3], query.shape[-2])
+        refuse_single_query(1, dims.S, arguments.get("is_causal"), arguments.get("local_window_size"))
+        for name, rule in (("mask", mask), ("score", arguments.get("score"))):
+            _refuse_counting_from_start(name, rule, dims)
+        mask = bounded(mask, dims) if isinstance(mask, jax.Array) else mask
     _set_dropout(arguments, dropout_rng, deterministic)
     return dot_product_attention(query, key, value, bias, mask, implementation=implementation, **arguments)
 
@@ -132,6 +137,18 @@ def refuse_single_query(T: int, S: int, is_causal: bool | None, local_window_siz
             f"{named} counts positions from the start, so that one query with {S} keys would be taken for position 0,"
             " which it is not in a decode cache. Use the modules of pallas_fa.nn.linen and pallas_fa.nn.nnx, which know"
             " its position; or leave it out (the mask that Flax makes for its cache is causal), or pass a mask."
+        )
+
+
+def _refuse_counting_from_start(name: str, rule: Any, dims: Dims) -> None:
+    """Raises ValueError if a mask or score would take the single query of a decoding step for position 0."""
+    kind = rule.counted_from_start(dims) if isinstance(rule, (Mask, Score)) else None
+    if kind is not None:
+        raise ValueError(
+            f"{name} holds a {kind} that counts positions from the start, so that one query with {dims.S} keys would be"
+            " taken for position 0, which it is not in a decode cache. Pass align='bottom_right' to it, in training too:"
+            " then the last query stands at the last key, in a cache at the last one that its mask allows. (In place of a"
+            " BlockMask pass its mask.)"
         )
 
 

@@ -70,6 +70,14 @@ def checked(fn: Callable[..., Any], arrays: Sequence[Any], of_logit: bool) -> tu
     return result.dtype, tuple(closed.consts)
 
 
+def uses_queries(fn: Callable[..., Any], arrays: Sequence[Any], of_logit: bool) -> bool:
+    """Returns whether `fn` reads t; arguments as in `checked`. True where it only hands t on to a function of its own."""
+    closed, _ = _traced("scores" if of_logit else "masks", fn, _arguments(arrays, of_logit, _SIZES[0]))
+    t = closed.jaxpr.invars[2 + of_logit]
+    read = [x for eqn in closed.jaxpr.eqns for x in eqn.invars]
+    return any(x is t for x in (*read, *closed.jaxpr.outvars))
+
+
 def _arguments(arrays, of_logit, sizes):
     alone = lambda axis: tuple(size if i == axis else 1 for i, size in enumerate(sizes))
     spanned = lambda x: tuple(size if have != 1 else 1 for have, size in zip(x.shape, sizes, strict=True))

@@ -31,6 +31,25 @@ def check_align(kind: str, align: Any) -> None:
         raise ValueError(f"align={align!r} is not a way to align {kind}. Use 'top_left' or 'bottom_right'.{by_name}")
 
 
+def counts_from_start(align: Any, offset: Any) -> bool:
+    """Returns whether an offset leaves query 0 of a call at position 0."""
+    return align == "top_left" and is_static_number(offset) and offset == 0
+
+
+def check_at_end(kind: str, align: Any, offset: Any) -> None:
+    """Raises ValueError if an offset is counted from the start of queries whose positions are known to be the last ones.
+
+    It may be there to move the queries to these positions, or to be added to them: nobody can tell.
+    """
+    if align == "top_left" and not counts_from_start(align, offset):
+        shown = f"of shape {tuple(offset.shape)}" if is_array(offset) else f"{offset}"
+        raise ValueError(
+            f"offset {shown} of {kind}(align='top_left'): here t is already the position in the sequence, that of the last"
+            " rows of a cache. Leave the offset out if it moves the queries there; pass align='bottom_right' if it is"
+            " meant beyond that."
+        )
+
+
 def bind(name: str, x: Any, dims: Dims) -> Any:
     """Returns a checked distance for one call: an int (or None), or int32 [B|1, N|1, 1, 1]."""
     if not is_array(x):
@@ -86,7 +105,10 @@ def int_array(name: str, x: Any) -> Any:
     if not is_array(x):
         if not isinstance(x, (int, list, tuple)):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array.")
-        x = jnp.asarray(x)
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{name}={x!r} must be an int array, with an int in each place of it.") from e
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}.dtype={x.dtype} must be an integer type. Convert it with `.astype(jnp.int32)`.")
     return x

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.operands import diagonals
+from pallas_fa.operands import diagonals, offsets
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +78,34 @@ class AtGlobalIndices:
     Attributes:
       fn: the function.
       leading: how many arguments precede the indices: 0 for a mask, 1 for a score (the logit).
+      axes: those along which there is an origin; that of the others is 0.
     """
 
     fn: Callable[..., Any]
     leading: int
+    axes: tuple[int, ...] = (0, 1, 2, 3)
 
     def __call__(self, *args: Any) -> Any:
-        logit, rest = args[: self.leading], args[self.leading :]
-        index, origin, arrays = rest[:4], rest[4:8], rest[8:]
-        return self.fn(*logit, *(i + start for i, start in zip(index, origin, strict=True)), *arrays)
+        logit, index, rest = args[: self.leading], list(args[self.leading : self.leading + 4]), args[self.leading + 4 :]
+        for axis, start in zip(self.axes, rest, strict=False):
+            index[axis] = index[axis] + start
+        return self.fn(*logit, *index, *rest[len(self.axes) :])
+
+
+def at_positions(
+    fn: Callable[..., Any], leading: int, align: offsets.Align, dims: Dims, lengths: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns (`fn` with t counted as `align` says, the arrays that it takes before its own).
+
+    Args:
+      fn: the function of a custom mask or score.
+      leading: as in `AtGlobalIndices`.
+      align: as in `masks.Causal`.
+      dims: the sizes of the call.
+      lengths: its sequence lengths, bound.
+    """
+    start = offsets.bind_aligned(0, align, dims, lengths)
+    if not is_array(start) and start == 0:
+        return fn, ()
+    start = start if is_array(start) else _as_bound(start)
+    return AtGlobalIndices(fn, leading, axes=(2,)), (start,)

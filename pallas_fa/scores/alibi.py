@@ -35,6 +35,13 @@ class Alibi(Score):
         slopes = dims.spanning("slopes", self.slopes, "BN")  # takes [N], too
         return Alibi(slopes, offsets.bind_aligned(self.offset, self.align, dims, lengths))
 
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return "Alibi" if offsets.counts_from_start(self.align, self.offset) else None
+
+    def at_end(self) -> "Alibi":
+        offsets.check_at_end("Alibi", self.align, self.offset)
+        return dataclasses.replace(self, align="bottom_right")
+
     def moved(self, part: Part) -> "Alibi":
         return Alibi(self.slopes, self.offset + part.shift)
 

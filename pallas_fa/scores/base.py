@@ -44,6 +44,21 @@ class Score(Node):
         """
         return self
 
+    def counted_from_start(self, dims: Dims) -> str | None:
+        """Returns what of this score takes the first query of a call for position 0 of its sequence; None if nothing does.
+
+        Args:
+          dims: the sizes of the call.
+        """
+        return None
+
+    def at_end(self) -> "Score":
+        """Returns this score for queries that are the last positions of their sequences, and t such a position.
+
+        Arrays over T are those of the call. Raises ValueError where the score has no such meaning.
+        """
+        return self
+
     def moved(self, part: Part) -> "Score":
         """Returns this bound score at the indices of `part`, which start at 0. Its arrays are already cut to the part."""
         return self
@@ -74,6 +89,12 @@ class Chain(Score):
 
     def bind(self, dims: Dims, lengths: Any) -> "Chain":
         return Chain(tuple(part.bind(dims, lengths) for part in self.parts))
+
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return next(filter(None, (part.counted_from_start(dims) for part in self.parts)), None)
+
+    def at_end(self) -> "Chain":
+        return Chain(tuple(part.at_end() for part in self.parts))
 
     def moved(self, part: Part) -> "Chain":
         return Chain(tuple(each.moved(part) for each in self.parts))

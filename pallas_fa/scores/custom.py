@@ -6,7 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands.part import AtGlobalIndices
+from pallas_fa.operands import offsets
+from pallas_fa.operands.part import AtGlobalIndices, at_positions
 from pallas_fa.operands.pytree import is_array
 from pallas_fa.scores.base import Score
 
@@ -18,19 +19,24 @@ class Custom(Score):
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
     broadcastable, so it never indexes an argument. Arrays of a float dtype come to `fn` in the dtype of x, and get
     gradients. `fn` may index an array that it closes over by b, n, t and s; the kernels can't do that, and gradients of
-    such an array raise. The result, of any float dtype and broadcastable to x, is converted to the dtype of x.
+    such an array raise. The result, of any float dtype and broadcastable to x, is converted to the dtype of x. `align`: as
+    in `masks.Causal`, how t is counted: "bottom_right" gives the last query the position of the last key. Arrays are those
+    of the call in either case.
 
     A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not a float.
     """
 
     fn: Callable[..., Any]
     arrays: tuple[Any, ...]
+    align: offsets.Align
 
-    def __init__(self, fn: Callable[..., Any], *arrays: Any):
+    def __init__(self, fn: Callable[..., Any], *arrays: Any, align: offsets.Align = "top_left"):
+        offsets.check_align("Custom", align)
         if not callable(fn):
             raise TypeError(f"fn={fn!r} must be a function fn(x, b, n, t, s, *slices) -> x.")
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "arrays", tuple(x if is_array(x) else jnp.asarray(x) for x in arrays))
+        object.__setattr__(self, "align", align)
 
     def bind(self, dims, lengths):
         from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
@@ -43,7 +49,18 @@ class Custom(Score):
                 " `.astype(x.dtype)`; a rule that allows or forbids is a masks.Custom."
             )
         fn, closed_over = closure.convert(self.fn, closed_over)
-        return Custom(fn, *arrays, *closed_over)
+        fn, start = at_positions(fn, 1, self.align, dims, lengths)
+        return Custom(fn, *start, *arrays, *closed_over)
+
+    def counted_from_start(self, dims):
+        from pallas_fa.operands import elementwise
+
+        arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
+        alone = self.align == "top_left" and elementwise.uses_queries(self.fn, arrays, of_logit=True)
+        return "Custom" if alone else None
+
+    def at_end(self):
+        return Custom(self.fn, *self.arrays, align="bottom_right")
 
     def moved(self, part):
         return Custom(AtGlobalIndices(self.fn, 1), *part.origin, *self.arrays)

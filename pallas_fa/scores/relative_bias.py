@@ -5,7 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import is_array
 from pallas_fa.scores.base import Score, float_array
 
 
@@ -21,19 +23,47 @@ class RelativeBias(Score):
         for the last query and key 0. Or a function of the offsets s - t, int32 [T + S - 1] from -(T - 1) to S - 1, that
         returns such an array; it is called once for each call of attention, outside the kernels. What it closes over gets
         gradients. In `ring_attention`, T and S are the lengths of the whole sequences.
+      align: as in `masks.Causal`, how t is counted. "bottom_right" is for functions, whose offsets then are those from the
+        position of each query, for decoding into a cache. An array has the offsets of one call.
     """
 
     strip: Any
+    align: offsets.Align = "top_left"
 
     def __post_init__(self):
+        offsets.check_align("RelativeBias", self.align)
         if not callable(self.strip):
             object.__setattr__(self, "strip", float_array("strip", self.strip))
+            if self.align != "top_left":
+                raise ValueError(
+                    f"strip of shape {tuple(self.strip.shape)} with align={self.align!r}: an array has one value for each"
+                    " offset of one call, so that there is nothing to align. Pass a function of the offsets, such as"
+                    " lambda offset: table[offset + longest]."
+                )
 
     def bind(self, dims: Dims, lengths: Any) -> "RelativeBias":
-        strip = self.strip
-        if callable(strip):
-            strip = float_array("strip(offsets)", strip(jnp.arange(1 - dims.T, dims.S, dtype=jnp.int32)))
-        return RelativeBias(dims.diagonal("strip", strip))
+        if not callable(self.strip):
+            return RelativeBias(dims.diagonal("strip", self.strip))
+        start = offsets.bind_aligned(0, self.align, dims, lengths)  # of query 0
+        if not is_array(start):
+            return RelativeBias(dims.diagonal("strip", self._at(1 - dims.T - start, dims.S - start)))
+        # Sequences start at different positions: each reads its part of the values of all offsets that there may be.
+        every = Dims(dims.batch, dims.T + dims.S, dims.T + dims.S, dims.N)
+        values = every.diagonal("strip", self._at(1 - every.T, every.S))
+        index = jnp.arange(dims.T + dims.S - 1, dtype=jnp.int32) + dims.S - start[..., 0]
+        leading = jnp.broadcast_shapes(values.shape[:2], index.shape[:2])
+        values, index = (jnp.broadcast_to(x, (*leading, x.shape[2])) for x in (values, index))
+        return RelativeBias(jnp.take_along_axis(values, index, axis=2, mode="clip"))
+
+    def _at(self, first: Any, end: Any) -> Any:
+        """Returns the values at the offsets first <= s - t < end."""
+        return float_array("strip(offsets)", self.strip(jnp.arange(first, end, dtype=jnp.int32)))
+
+    def counted_from_start(self, dims: Dims) -> str | None:
+        return "RelativeBias" if callable(self.strip) and self.align == "top_left" else None
+
+    def at_end(self) -> "RelativeBias":
+        return RelativeBias(self.strip, "bottom_right") if callable(self.strip) else self
 
     def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
         return x + self.strip
