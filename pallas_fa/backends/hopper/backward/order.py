@@ -37,7 +37,18 @@ class Order:
         if self.problem.mask is not None and not self.persistent:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
-        return Grid(batch, self.heads, self.visits.blocks, group)
+        return Grid(batch, self.heads, self.visits.blocks, group, self._lead)
+
+    @property
+    def _lead(self) -> int:
+        """CTAs of each head that start before all others under a block mask: together they fill the GPU once.
+
+        The first keys may be seen by all queries, as sinks are, where others are seen by few (evidence:
+        forward/visit-lists).
+        """
+        if not self.visits.listed or self.persistent:
+            return 0
+        return min(self.visits.blocks, max(1, self.gpu.multiprocessors // (self.problem.dims.B * self.heads)))
 
     @property
     def persistent(self) -> bool:
