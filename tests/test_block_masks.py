@@ -12,7 +12,7 @@ import pallas_fa
 from pallas_fa import masks
 from pallas_fa.backends.gpu import visit_lists
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
-from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_mask
+from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_lists, block_mask
 from pallas_fa.problem import normalise
 from tests.cases import Case
 from tests.lowering import kernels
@@ -133,9 +133,9 @@ def test_bottom_right_is_aligned_when_the_blocks_are_computed():
 @pytest.mark.parametrize("few", (512, 1), ids=("by sums", "by a sort"))
 @pytest.mark.parametrize("descending", (True, False))
 def test_lists_have_boundary_tiles_first(descending, few, monkeypatch):
-    monkeypatch.setattr(visit_lists, "_FEW", few)
+    monkeypatch.setattr(block_lists, "_FEW", few)
     states = np.random.default_rng(0).integers(0, 3, (2, 3, 5, 9)).astype(np.int8)
-    table = np.asarray(visit_lists.table(states, descending))
+    table = np.asarray(block_lists.of_states(states, descending))
     for at in np.ndindex(2, 3, 5):
         boundary, full = (np.flatnonzero(states[at] == state)[:: -1 if descending else 1] for state in (1, 2))
         counts, listed = table[at][:2], table[at][2:]
