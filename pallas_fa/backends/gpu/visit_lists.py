@@ -1,7 +1,7 @@
 """Lists of the tiles that a CTA visits, where a block mask leaves gaps that one interval would span (see `block_lists`).
 
-A block mask that `block_mask` made has lists of its blocks. Where tiles divide these, kernels read them as they are; else the
-lists of tiles are made for each call.
+A block mask that `block_mask` made has lists of its blocks. Where tiles divide these, kernels read them as they are; else
+lists of tiles are made in each call.
 """
 
 from typing import Any, NamedTuple

@@ -92,6 +92,9 @@ class Order:
 
     @property
     def store_warps(self) -> int:
-        """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles."""
-        single = self.by_tile or self.stagger or self.visits.listed or self.persistent
+        """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles.
+
+        Under a block mask they do too, and two warps claim tiles late.
+        """
+        single = self.by_tile or self.stagger or self.persistent
         return 1 if single else self.config.store_warps
