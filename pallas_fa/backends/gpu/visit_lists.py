@@ -29,7 +29,7 @@ class Form(NamedTuple):
     ready: bool
 
     @classmethod
-    def of(cls, mask: Mask, sizes: tuple[int, int], tiles: tuple[int, int], by_keys: bool = False) -> "Form":
+    def of(cls, mask: Any, sizes: tuple[int, int], tiles: tuple[int, int], by_keys: bool = False) -> "Form":
         """Returns the form of the lists of rows of tiles, of queries or (`by_keys`) of keys, as a bound mask has them.
 
         Args:

@@ -7,7 +7,7 @@ they add. They wait for a CTA that runs, since it has claimed the tile.
 No CTAs wait for each other in a circle, whichever run at the same time. Where one warp of a CTA claims tiles, it publishes
 each before it claims the next, so no CTA waits for one that waits. Where two warps alternate, one may wait while a tile
 that the other has claimed is still computed. There all CTAs visit the tiles in the same order, so a CTA that others wait for
-can itself wait only for an earlier tile. Where they don't (`DqSums.claims_late`), a warp claims a tile once all of it lies in
+can itself wait only for an earlier tile. Where they don't (`DqSums.claims_late`), a warp claims a tile once that lies in
 shared memory, and then waits for nothing but its own stores; to ask before whether it is stored spares most claims.
 """
 
