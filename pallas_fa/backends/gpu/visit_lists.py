@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_fa.backends.gpu.grid import quotient_and_remainder
 from pallas_fa.masks import Mask, block_lists
@@ -56,7 +57,12 @@ class VisitList(NamedTuple):
         """Returns the number of the i-th tile. Of an empty list, that of the first is some tile's, too."""
         if self.form.tiles == 1:
             return self.table[(*self.at, COUNTS + i)]
-        entry, tile = quotient_and_remainder(jnp.asarray(i, jnp.int32), self.form.tiles)
+        i, tiles = jnp.asarray(i, jnp.int32), self.form.tiles
+        if tiles & (tiles - 1) == 0:
+            # A signed division takes registers that the backward kernel does not have.
+            entry, tile = lax.shift_right_logical(i, jnp.int32(tiles.bit_length() - 1)), i & (tiles - 1)
+        else:
+            entry, tile = quotient_and_remainder(i, tiles)
         tile = self.form.tiles - 1 - tile if self.form.descending else tile
         return self.table[(*self.at, COUNTS + entry)] * self.form.tiles + tile
 
