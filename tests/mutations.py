@@ -57,6 +57,8 @@ MUTATIONS = (
     Mutation("masks/blocks.py", "hi - 1 + start) // block", "lo + start) // block", MASKS),
     Mutation("masks/blocks.py", "pool(jnp.min) == FULL", "pool(jnp.max) == FULL", MASKS),
     Mutation("masks/block_bits.py", "i * self.counts[1] + j", "j * self.counts[1] + i", BLOCKS),
+    Mutation("backends/gpu/visit_lists.py", "self.form.tiles - 1 - tile if", "tile if", BLOCKS),
+    Mutation("masks/blocks.py", "moved if is_whole else", "moved if True else", BLOCKS),
     Mutation("backends/gpu/visit_lists.py", "& kv, FULL, BOUNDARY)", "& kv, FULL, FULL)", BLOCKS),
     Mutation("backends/gpu/schedule.py", "last = (hi + block - 1) // block", "last = hi // block", SCHEDULE),
     Mutation("backends/gpu/schedule.py", "maximum((lo + block - 1) // block,", "maximum(lo // block,", SCHEDULE),

@@ -1,7 +1,9 @@
 """Block masks, computed and given, against dense truth; what callers can get wrong."""
 
+import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,18 @@ import pytest
 import pallas_fa
 from pallas_fa import masks
 from pallas_fa.backends.gpu import visit_lists
-from pallas_fa.backends.hopper.config import Config, ForwardConfig
-from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_mask
+from pallas_fa.backends.hopper.backward.choose import choose
+from pallas_fa.backends.hopper.backward.plan import passes
+from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
+from pallas_fa.backends.xla import attention as xla
+from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_lists, block_mask
+from pallas_fa.operands.part import Part
 from pallas_fa.problem import normalise
 from tests.cases import Case
 from tests.lowering import kernels
-from tests.test_backward_kernel import is_right_and_free_of_races
-from tests.test_kernel_interpreted import interpreted
+from tests.test_backward_kernel import GPU, is_right_and_free_of_races, xla_gradients
+from tests.test_backward_kernel import interpreted as interpreted_backward
+from tests.test_kernel_interpreted import assert_right_and_free_of_races, interpreted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, S, N, K, H = 2, 150, 203, 4, 2, 16
@@ -133,15 +140,67 @@ def test_bottom_right_is_aligned_when_the_blocks_are_computed():
 @pytest.mark.parametrize("few", (512, 1), ids=("by sums", "by a sort"))
 @pytest.mark.parametrize("descending", (True, False))
 def test_lists_have_boundary_tiles_first(descending, few, monkeypatch):
-    monkeypatch.setattr(visit_lists, "_FEW", few)
+    monkeypatch.setattr(block_lists, "_FEW", few)
     states = np.random.default_rng(0).integers(0, 3, (2, 3, 5, 9)).astype(np.int8)
-    table = np.asarray(visit_lists.table(states, descending))
+    table = np.asarray(block_lists.of_states(states, descending))
     for at in np.ndindex(2, 3, 5):
         boundary, full = (np.flatnonzero(states[at] == state)[:: -1 if descending else 1] for state in (1, 2))
         counts, listed = table[at][:2], table[at][2:]
         assert counts.tolist() == [len(boundary), len(boundary) + len(full)]
         np.testing.assert_array_equal(listed[: counts[1]], [*boundary, *full])
         assert sorted(listed) == list(range(9)), "what an empty list starts with is a tile, too"
+
+
+def _lists(mask, sizes, tiles, by_keys):
+    """(count of boundary tiles, tiles) of each batch entry and row of tiles, and whether the mask had the lists."""
+    form, table = (
+        visit_lists.Form.of(mask, sizes, tiles, by_keys),
+        visit_lists.table(mask, sizes, tiles, (True,) * 2, by_keys),
+    )
+    rows, table = -(-sizes[by_keys] // tiles[by_keys]), np.asarray(table)
+    found = [visit_lists.in_table(table, b, 0, row, form) for b in range(table.shape[0]) for row in range(rows)]
+    return [(int(x.boundary), [int(x.tile(i)) for i in range(int(x.count))]) for x in found], form.ready
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("tiles", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256)])
+def test_lists_of_blocks_are_those_of_their_tiles(tiles, by_keys):
+    rng, (T, S) = np.random.default_rng(0), (256, 384)
+    dense = np.kron(rng.random((2, 1, T // 64, S // 64)) < 0.5, np.ones((1, 1, 64, 64), bool))
+    made = block_mask(Dense(dense & (rng.random((2, 1, T, S)) < 0.9999)), T, S, 128, batch=2)
+    mask = normalise(np.zeros((2, T, 1, 1)), *(np.zeros((2, S, 1, 1)),) * 2, mask=made)[1].mask
+    got, ready = _lists(mask, (T, S), tiles, by_keys)
+    want, _ = _lists(dataclasses.replace(mask, lists=None), (T, S), tiles, by_keys)
+    assert got == want
+    assert ready == (tiles[1] < 256)
+
+
+def test_lists_are_made_where_no_block_is_ragged_and_kept_by_the_whole():
+    made = lambda T, S: jax.eval_shape(lambda: block_mask(Causal(), T, S))
+    assert made(200, 256).lists is None and made(2**18, 2**18).lists is None
+    rows, columns = made(256, 384).lists
+    assert (rows.shape, columns.shape) == ((1, 2, 5), (1, 3, 4))
+    bound: Any = normalise(*(jnp.zeros((1, 256, 1, 1)),) * 3, mask=block_mask(Causal(), 256, 256))[1].mask
+    assert bound.moved(Part((0, 0, 0, 0), (1, 1, 256, 256))).lists is not None
+    assert bound.moved(Part((0, 0, 128, 0), (1, 1, 128, 256))).lists is None
+
+
+@pytest.mark.parametrize("warps", [1, 2])
+def test_interpreted_kernels_read_the_lists_of_the_mask(warps):
+    """Of all heads, the first key blocks go first."""
+    q, k, v, d_out = (normal(1, length, 2, 128).astype(jnp.bfloat16) for length in (256, 384, 384, 256))
+    mask = block_mask(Custom(lambda b, n, t, s: (s < 3) | ((t - 20 <= s) & (s <= t + 90))), 256, 384)
+    tiles = Config(ForwardConfig(2, 64), BackwardConfig(store_warps=warps))
+    problem, operands = normalise(q, k, v, mask=mask, config=tiles)
+    assert_right_and_free_of_races(problem, operands)
+    gpu = dataclasses.replace(GPU, multiprocessors=4)
+    plan = choose(problem, passes(problem)[0], gpu, interpret=True)
+    assert plan.order.grid.lead == 2 and plan.dq.claims_late == (warps == 2)
+    residuals = *xla.forward(problem, operands), jnp.asarray(d_out), jnp.zeros((1, 256, 2))
+    got, races = interpreted_backward(problem, operands, *residuals, gpu=gpu)
+    assert not races
+    for x, true in zip(got, xla_gradients(problem, operands, *residuals), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(true, np.float32), atol=2e-2, rtol=2e-2)
 
 
 def test_ragged_tiles_are_full_only_where_the_kernel_tests_no_end():

@@ -91,6 +91,13 @@ class Mask(Node):
         """Whether a `BlockMask` in it says what is worth visiting."""
         return False
 
+    def tiles_of_lists(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> tuple[int, int] | None:
+        """Returns how many tiles of queries and of keys a block of the mask's own lists has (see `BlockMask.lists`).
+
+        None where it has none, or tiles don't divide its blocks. The arguments are those of `in_tiles`.
+        """
+        return None
+
     def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> "Mask":
         """Returns this bound mask as a kernel tests it inside of tiles that `tile_states` calls boundary tiles.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_fa.masks import block_lists
 from pallas_fa.masks.base import Mask
 from pallas_fa.masks.blocks import BlockMask, block_sizes
 from pallas_fa.masks.lengths import Lengths
@@ -23,8 +24,9 @@ def block_mask(
     """Returns `mask` with the states of its blocks, found by evaluating it once: a mask that visits few blocks.
 
     Build it once, outside the loop or the layers that use it, and pass it in: it is a pytree. Its states take
-    B N ceil(T / q) ceil(S / kv) bytes, where B and N count only if the mask depends on them. One row of blocks is evaluated
-    at a time. Its blocks need not be those of the kernels: 128 is a good size; 64 follows finer patterns.
+    B N ceil(T / q) ceil(S / kv) bytes, where B and N count only if the mask depends on them; up to a million of them it has
+    the kernels' lists of blocks, too, if T and S are multiples of q and kv: eight bytes more for each. One row of blocks is
+    evaluated at a time. Its blocks need not be those of the kernels: 128 is a good size; 64 follows finer patterns.
 
     Args:
       mask: any mask. Its `Causal(align="bottom_right")` aligns to T and S.
@@ -66,8 +68,10 @@ def block_mask(
         return ((count > 0).astype(jnp.int8) + (count == q * kv)).astype(jnp.int8)
 
     states = lax.map(row, jnp.arange(entries * of_heads * rows, dtype=jnp.int32))
-    shape = batch if entries > 1 else (1,) * len(batch)
-    return BlockMask(states.reshape(*shape, of_heads, rows, columns), (q, kv), mask, (T, S))
+    lists = block_lists.of_blocks(states.reshape(entries, of_heads, rows, columns), (T, S), (q, kv))
+    lead = *(batch if entries > 1 else (1,) * len(batch)), of_heads
+    lists = lists and tuple(x.reshape(*lead, *x.shape[2:]) for x in lists)
+    return BlockMask(states.reshape(*lead, rows, columns), (q, kv), mask, (T, S), lists=lists)
 
 
 _ALONG = (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1)

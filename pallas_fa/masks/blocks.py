@@ -33,6 +33,8 @@ class BlockMask(Mask):
       size: the lengths (T, S) for which `blocks` was made; None for any that have so many blocks.
       t0: the first query, counted from the start of `blocks`: 0, or in a part of a problem an int or int32 [1, 1, 1, 1].
       s0: the first key, likewise.
+      lists: which blocks each row of blocks and each column visits, as `block_lists.of_blocks` makes them with `blocks`, so
+        that kernels whose tiles divide the blocks need not; None: they are made in each call.
     """
 
     blocks: Any
@@ -41,6 +43,7 @@ class BlockMask(Mask):
     size: tuple[int, int] | None = None
     t0: Any = 0
     s0: Any = 0
+    lists: tuple[Any, Any] | None = None
 
     def __post_init__(self):
         blocks = jnp.asarray(self.blocks) if isinstance(self.blocks, list) else self.blocks
@@ -75,9 +78,10 @@ class BlockMask(Mask):
             blocks = blocks.astype(jnp.int8) * (FULL if self.mask is None else BOUNDARY)
         # Dims of size 1 in the places of T and S, so that nobody cuts it to a part of these.
         blocks = blocks.reshape(*blocks.shape[:2], 1, 1, *counts)
+        lists = self.lists and tuple(_bound_list(dims, x) for x in self.lists)
         # `blocks` knew of no lengths, so `mask` is not aligned to those of the call.
         mask = None if self.mask is None else self.mask.bind(dims, Lengths())
-        return dataclasses.replace(self, blocks=blocks, mask=mask)
+        return dataclasses.replace(self, blocks=blocks, mask=mask, lists=lists)
 
     def counted_from_start(self, dims: Dims) -> str | None:
         return None if self.mask is None else "BlockMask"  # whatever its alignment, it knew of no lengths
@@ -93,7 +97,9 @@ class BlockMask(Mask):
     def moved(self, part: Part) -> "BlockMask":
         t0, s0 = (x if is_static_int(x) else origin for x, origin in zip(part.start[2:], part.origin[2:], strict=True))
         mask = None if self.mask is None else self.mask.moved(part)
-        return dataclasses.replace(self, mask=mask, t0=self.t0 + t0, s0=self.s0 + s0)
+        moved = dataclasses.replace(self, mask=mask, t0=self.t0 + t0, s0=self.s0 + s0)
+        is_whole = self.size == part.size[2:] and all(is_static_int(x) and x == 0 for x in (moved.t0, moved.s0))
+        return moved if is_whole else dataclasses.replace(moved, lists=None)
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         if self.mask is not None:
@@ -122,6 +128,12 @@ class BlockMask(Mask):
     def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         pool = lambda reduce: self._pooled(self._pooled(self._states, 2, queries, reduce), 3, keys, reduce)
         return jnp.where(pool(jnp.min) == FULL, FULL, jnp.minimum(pool(jnp.max), BOUNDARY)).astype(jnp.int8)
+
+    def tiles_of_lists(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> tuple[int, int] | None:
+        divide = all(block % tile == 0 for block, tile in zip(self.block, tiles, strict=True))
+        if self.lists is None or self.size != sizes or not divide:
+            return None
+        return self.block[0] // tiles[0], self.block[1] // tiles[1]
 
     def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> Mask:
         if self.mask is not None:
@@ -165,6 +177,11 @@ class BlockMask(Mask):
         """`answer` is of `tile_ranges`; `hit`: bool [B|1, N|1, ..], where `axis` has the blocks and the other the tiles."""
         lo, hi = answer(hit if axis == 3 else jnp.swapaxes(hit, 2, 3), self.block[axis - 2])
         return lo - self._start(axis), hi - self._start(axis)
+
+
+def _bound_list(dims, x):
+    x = Dims(dims.batch, T=x.shape[-2], S=x.shape[-1], N=dims.N).broadcastable("lists", x)
+    return x.reshape(*x.shape[:2], 1, 1, *x.shape[2:])
 
 
 def block_sizes(block: Any) -> tuple[int, int]:

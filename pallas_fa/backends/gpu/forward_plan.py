@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
+from pallas_fa.backends.gpu.visit_lists import VisitList
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem
 
@@ -33,6 +34,12 @@ class ForwardCore:
     def visit_lists(self) -> bool:
         """Whether CTAs read from lists which key blocks they visit, since a block mask leaves gaps."""
         return self.problem.mask is not None and self.problem.mask.has_blocks
+
+    def list_of(self, table_ref: Any, b: Any, n: Any, number: Any) -> VisitList:
+        """Returns, in a kernel, the list of query block `number` at batch entry b and query head n."""
+        dims, c = self.problem.dims, self.config
+        form = visit_lists.Form.of(self.problem.mask, (dims.T, dims.S), (c.block_q, c.block_kv))
+        return visit_lists.in_table(table_ref, b, n, number, form)
 
     def in_tiles(self, mask: Any) -> Any:
         """Returns what a CTA tests of a mask that has lists."""
@@ -64,8 +71,7 @@ class ForwardCore:
         if mask is None or not self.visit_table:
             return None
         if self.visit_lists:
-            states = visit_lists.tile_states(mask, (dims.T, dims.S), (c.block_q, c.block_kv), (True, False))
-            return visit_lists.table(states, descending=True)
+            return visit_lists.table(mask, (dims.T, dims.S), (c.block_q, c.block_kv), full_tails=(True, False))
         sizes = c.block_q, dims.T, dims.S, c.block_kv
         found = schedule.visits_of_blocks(mask.kv_range, mask.full_kv_range, *sizes)
         blocks = -(-dims.T // c.block_q)

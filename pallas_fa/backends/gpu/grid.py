@@ -25,12 +25,16 @@ class Grid:
 
     They run in the order of their numbers. `l2_head_group` heads run concurrently, so that their keys and values stay in
     the L2 cache: first CTA 0 of each of these heads, then CTA 1 of each, and so on; then the next heads.
+
+    `lead`: so many CTAs of each head come before the groups: CTA 0 of all heads, then CTA 1 of all, and so on. For those
+    that may have far more work than the others: the last group would else end with them.
     """
 
     batch: int
     heads: int
     ctas_per_head: int
     l2_head_group: int
+    lead: int = 0
 
     @property
     def ctas(self) -> int:
@@ -40,6 +44,18 @@ class Grid:
     def place(self, number: Any = None) -> Place:
         """Returns, in a kernel, the place of CTA `number`; None: of this one."""
         number = lax.axis_index(AXIS) if number is None else number
+        if not self.lead:
+            return self._in_groups(number)
+        heads, rest = self.batch * self.heads, self.ctas_per_head - self.lead
+        first = Grid(self.batch, self.heads, self.lead, heads)._in_groups(number)
+        if not rest:
+            return first
+        leads = heads * self.lead
+        others = Grid(self.batch, self.heads, rest, self.l2_head_group)._in_groups(jnp.maximum(number - leads, 0))
+        others = others._replace(cta=others.cta + self.lead)
+        return Place(*(jnp.where(number < leads, x, other) for x, other in zip(first, others, strict=True)))
+
+    def _in_groups(self, number):
         rest, head_in_group = quotient_and_remainder(number, self.l2_head_group)
         group, cta = quotient_and_remainder(rest, self.ctas_per_head)
         b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)

@@ -84,7 +84,15 @@ class StreamedVisits:
 
     def in_tiles(self, mask: Any) -> Any:
         """Returns what a CTA tests of a mask that has lists."""
-        return mask.in_tiles(self._sides(self.stationary, self.streamed), self._sides(self.block, self.tile))
+        return mask.in_tiles(*self._sizes_and_tiles)
+
+    @property
+    def _sizes_and_tiles(self):
+        return self._sides(self.stationary, self.streamed), self._sides(self.block, self.tile)
+
+    @functools.cached_property
+    def _form(self):
+        return visit_lists.Form.of(self.mask, *self._sizes_and_tiles, by_keys=self.kind.keys_stationary)
 
     def _of_parts(self, mask, parts):
         """The visits of each of `parts` parts of all blocks."""
@@ -101,10 +109,9 @@ class StreamedVisits:
     def table(self, mask: Any) -> Any:
         """Returns the visits of all parts, for a mask with its arrays: int32 [B|1, N|1, parts of a head, 4], or lists."""
         if self.listed:
-            sizes, tiles = self._sides(self.stationary, self.streamed), self._sides(self.block, self.tile)
-            states = visit_lists.tile_states(mask, sizes, tiles, self._sides(not self._whole_only, self._full_tail))
-            states = jnp.swapaxes(states, 2, 3) if self.kind.keys_stationary else states
-            return visit_lists.table(states, descending=False)
+            sizes, tiles = self._sizes_and_tiles
+            full_tails = self._sides(not self._whole_only, self._full_tail)
+            return visit_lists.table(mask, sizes, tiles, full_tails, by_keys=self.kind.keys_stationary)
         parts = self.parts
         count = -(-self.stationary * parts // self.block)
         found = schedule.table(self._of_parts(mask, parts), count, self.blocks * parts)
@@ -127,7 +134,7 @@ class StreamedVisits:
 
     def list_of(self, table_ref: Any, b: Any, n: Any, number: Any) -> VisitList:
         """Returns, in a kernel, the list of block `number` at batch entry b and query head n."""
-        return visit_lists.in_table(table_ref, b, n, number)
+        return visit_lists.in_table(table_ref, b, n, number, self._form)
 
     def of_block(self, table_ref: Any, b: Any, n: Any, number: Any) -> tuple[Any, Any]:
         """Returns the tiles [first, last) of a whole block: from the first to the last that any part visits."""

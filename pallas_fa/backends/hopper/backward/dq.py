@@ -23,6 +23,7 @@ class DqSums:
       key_blocks: CTAs of a head, which add to the same sums.
       tiles: tiles of queries.
       store_warps: warps that add, in turns.
+      one_order: whether all CTAs of a head visit the tiles in one order.
       interpret: JAX's interpreter can't add to device memory: there each CTA has sums of its own.
       tile: how a tile of queries lies in memory, and with it one of dQ that is stored.
       covers: whether the key blocks visit every tile of queries, as is known while tracing.
@@ -35,6 +36,7 @@ class DqSums:
     key_blocks: int
     tiles: int
     store_warps: int
+    one_order: bool
     interpret: bool
     tile: Tiles
     covers: bool
@@ -48,6 +50,11 @@ class DqSums:
     def first_store(self) -> bool:
         """Whether the first CTA to have something for a tile of the sums stores it, as `first_store` says."""
         return self.config.first_store and not self.is_final
+
+    @property
+    def claims_late(self) -> bool:
+        """Whether a warp claims a tile of the sums only once it is computed (see `first_store`)."""
+        return self.first_store and self.store_warps > 1 and not self.one_order
 
     @property
     def start(self) -> tuple[tuple[int, ...], Any] | None:

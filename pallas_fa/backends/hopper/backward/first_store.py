@@ -7,7 +7,8 @@ they add. They wait for a CTA that runs, since it has claimed the tile.
 No CTAs wait for each other in a circle, whichever run at the same time. Where one warp of a CTA claims tiles, it publishes
 each before it claims the next, so no CTA waits for one that waits. Where two warps alternate, one may wait while a tile
 that the other has claimed is still computed. There all CTAs visit the tiles in the same order, so a CTA that others wait for
-can itself wait only for an earlier tile.
+can itself wait only for an earlier tile. Where they don't (`DqSums.claims_late`), a warp claims a tile once that lies in
+shared memory, and then waits for nothing but its own stores; to ask before whether it is stored spares most claims.
 """
 
 from typing import Any
@@ -19,6 +20,32 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 _STORED = 1 << 30  # what the counter of a stored tile has reached; there are fewer CTAs
+
+
+def is_stored(counter: Any, interpret: bool) -> Any:
+    """Returns whether the tile is stored and TMA may add to it, as far as the warp that calls can see; it claims nothing."""
+    if interpret:
+        return False
+
+    def asm(_, ref):
+        text = """{
+            .reg .pred p;
+            .reg .b32 seen;
+            mov.u32 seen, %laneid;
+            setp.eq.u32 p, seen, 0;
+            @p ld.acquire.gpu.global.u32 seen, [$1];
+            shfl.sync.idx.b32 seen, seen, 0, 31, 0xffffffff;
+            mov.u32 $0, seen;
+            bar.warp.sync 0xffffffff;
+            fence.proxy.async.global;
+        }"""
+        i32 = ir.IntegerType.get_signless(32)
+        seen = llvm.inline_asm(i32, [mgpu.utils.memref_ptr(ref)], text, "=&r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
+
+    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)(asm)
+    return run(counter) >= _STORED
 
 
 def claim(counter: Any, interpret: bool) -> Any:

@@ -37,7 +37,18 @@ class Order:
         if self.problem.mask is not None and not self.persistent:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
-        return Grid(batch, self.heads, self.visits.blocks, group)
+        return Grid(batch, self.heads, self.visits.blocks, group, self._lead)
+
+    @property
+    def _lead(self) -> int:
+        """CTAs of each head that start before all others under a block mask: together they fill the GPU once.
+
+        The first keys may be seen by all queries, as sinks are, where others are seen by few (evidence:
+        forward/visit-lists).
+        """
+        if not self.visits.listed or self.persistent:
+            return 0
+        return min(self.visits.blocks, max(1, self.gpu.multiprocessors // (self.problem.dims.B * self.heads)))
 
     @property
     def persistent(self) -> bool:
@@ -81,6 +92,9 @@ class Order:
 
     @property
     def store_warps(self) -> int:
-        """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles."""
-        single = self.by_tile or self.stagger or self.visits.listed or self.persistent
+        """Warps that store tiles of dQ; `first_store` says why one where CTAs differ in the order of tiles.
+
+        Under a block mask they do too, and two warps claim tiles late.
+        """
+        single = self.by_tile or self.stagger or self.persistent
         return 1 if single else self.config.store_warps

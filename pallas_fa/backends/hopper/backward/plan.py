@@ -199,4 +199,4 @@ class BackwardPlan(BackwardCore):
         known = self.visits.known
         known_to_cover = known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
         covers = known_to_cover or self.visits.every_tile
-        return DqSums(self.config, *sizes, warps, self.interpret, tile, covers)
+        return DqSums(self.config, *sizes, warps, not self.visits.listed, self.interpret, tile, covers)

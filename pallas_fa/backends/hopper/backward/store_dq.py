@@ -34,11 +34,19 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
     def step(block, tile, n):
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None
-        if dq.first_store:  # asked while the tile is computed
+        if dq.first_store:
             counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
-            is_first = first_store.claim(counter, plan.interpret)
+        if dq.claims_late:
+            is_stored = first_store.is_stored(counter, plan.interpret)  # asked while the tile is computed
+            for wg in range(wgs):
+                dq_ready.wait(index * wgs + wg)
+            claim = lambda: jnp.asarray(first_store.claim(counter, plan.interpret), jnp.int32)
+            is_first = lax.cond(is_stored, lambda: jnp.int32(0), claim) > 0
+        elif dq.first_store:
+            is_first = first_store.claim(counter, plan.interpret)  # likewise
         for wg in range(wgs):
-            dq_ready.wait(index * wgs + wg)
+            if not dq.claims_late:
+                dq_ready.wait(index * wgs + wg)
             row = tile * plan.config.width + (wg * 64 if dq.by_rows else 0)
             if dq.is_final:
                 copied = dq.tile.copied(dq_smem).at[wg]

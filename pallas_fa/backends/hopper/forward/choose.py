@@ -40,6 +40,7 @@ def _facts(problem):
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
+        blocks=problem.mask is not None and problem.mask.has_blocks,
         split=products.parts_of(problem) > 1,
         windowed=_is_windowed(problem),
         window=_window(problem),

@@ -22,6 +22,7 @@ class ForwardFacts(NamedTuple):
     uniform: all queries visit the same keys, and there is no score.
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
     packed: it has segment ids or blocks, so these keys may be few.
+    blocks: it has blocks.
     split: operands are in two parts.
     windowed: the mask, without arrays, rules out keys before the last queries.
     window: keys that a query sees at most, where the mask is a window of ints on both sides and there is no score; else 0.
@@ -37,6 +38,7 @@ class ForwardFacts(NamedTuple):
     visit_table: bool
     packed: bool
     split: bool
+    blocks: bool = False
     windowed: bool = False
     window: int = 0
     window_keys: int = 0
@@ -132,6 +134,7 @@ TILES = Table(
         length=at_least(8193),
     ),
     Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
+    Row(_two_warpgroups(**_LATE, l2_head_group=1), "forward/visit-lists", **_H128, blocks=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
     Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.gpu import schedule, visit_lists
+from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward import windows
@@ -74,7 +74,7 @@ def result_entry(plan: ForwardPlan, block: QueryBlock) -> Any:
 def steps_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> Steps:
     """Returns all steps of a block over its part of the keys."""
     if plan.visit_lists:
-        return Steps.of_list(visit_lists.in_table(gmem.visit_table, block.b, block.n, block.number))
+        return Steps.of_list(plan.list_of(gmem.visit_table, block.b, block.n, block.number))
     if plan.visit_table:
         visits = schedule.in_table(gmem.visit_table, block.b, block.n, block.number)
     elif plan.scalar_visits:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_fa.backends.gpu import visit_lists
 from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.grid import AXIS
@@ -51,7 +50,7 @@ class Forward(QueryBlock):
         wgs = plan.config.wgs
         super().__init__(plan, gmem, scratch, Cta(wgs, scratch, plan.interpret), at, number, wgs)
         if plan.visit_lists:
-            self.steps = Steps.of_list(visit_lists.in_table(gmem.visit_table, self.b, self.n, self.block))
+            self.steps = Steps.of_list(plan.list_of(gmem.visit_table, self.b, self.n, self.block))
         else:
             self.steps = Steps.of(self.visits())
         self.dropout = None
