@@ -24,8 +24,7 @@ from pallas_fa.scores.base import float_arrays
 def has_per_query_gradients(problem: Problem) -> bool:
     """Whether an array of the score has one value per query and a gradient, a sum over keys."""
     is_per_query = lambda x: not diagonals.spans(x) and x.shape[2] > 1 and x.shape[3] == 1
-    leaves = jax.tree.leaves(problem.score)
-    return any(is_per_query(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+    return any(map(is_per_query, float_arrays(problem.score)))
 
 
 @dataclasses.dataclass(frozen=True)
