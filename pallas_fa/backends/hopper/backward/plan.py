@@ -60,6 +60,11 @@ class BackwardPlan(BackwardCore):
 
     config: BackwardConfig
 
+    @property
+    def turns_arrays(self) -> bool:
+        """Yes: by ldmatrix and stmatrix."""
+        return True
+
     @functools.cached_property
     def tiles(self) -> ByRole:
         """How the tiles of the operands lie in shared memory."""
@@ -182,11 +187,62 @@ class BackwardPlan(BackwardCore):
             return False
         return self.streamed <= c.width or (isinstance(mask, Lengths) and mask.q_lengths is None)
 
+    @property
+    def visits_all(self) -> bool:
+        """Whether each warpgroup visits every tile, as is known while tracing."""
+        if self.problem.mask is not None:
+            return self.visits.every_tile
+        known = self.visits.known
+        return known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
+
     @functools.cached_property
     def order(self) -> Order:
         """The order in which CTAs visit heads and tiles."""
         pieces = self.config, self.arrays, self.score_gradients, self.visits
         return Order(self.problem, self.kind, *pieces, self.gpu)
+
+    @property
+    def array_tiles(self) -> tuple[int, ...]:
+        """The numbers of the arrays whose tiles are loaded step by step; their ring has one slot, free again before P."""
+        return self.arrays.of_kind("tile")
+
+    def stores_gradient(self, i: int) -> bool:
+        """Whether the tiles of the gradient of array i are stored as they are, turned and rounded once.
+
+        No two CTAs have anything for the same tile then. With float16's factors of dS, sums stay float32.
+        """
+        array, dims = self.arrays[i], self.problem.dims
+        is_shared = (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
+        return array.turned and not is_shared and not self.scales_ds
+
+    def added_shape(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of the gradient of array i, or of its float32 sums."""
+        if not self.stores_gradient(i):
+            return super().added_shape(i)
+        dims, array = self.problem.dims, self.arrays[i]
+        return dims.B, dims.N, dims.T, array.row_bytes // array.stored_dtype.itemsize
+
+    def added_dtype(self, i: int) -> Any:
+        """Returns their dtype."""
+        return self.arrays[i].stored_dtype if self.stores_gradient(i) else jnp.dtype(jnp.float32)
+
+    def added_place(self, i: int, at: Any, rows: int) -> tuple[Any, ...]:
+        """Returns where so many rows of a tile at `at` lie in them."""
+        *lead, of_rows, of_columns = super().added_place(i, at, rows)
+        return (*lead, of_columns, of_rows) if self.stores_gradient(i) else (*lead, of_rows, of_columns)
+
+    def array_gradient(self, i: int, d: Any, x: Any) -> Any:
+        """Returns the gradient of array i, which is `x`, from what the kernel gave."""
+        return d[..., : x.shape[3]] if self.is_stored(i) else super().array_gradient(i, d, x)
+
+    def is_stored(self, i: int) -> bool:
+        """Whether the kernel stores the gradient of array i, and gives it whole."""
+        return i in self.score_gradients.added and self.stores_gradient(i)
+
+    @property
+    def array_results(self) -> tuple[int, ...]:
+        """The numbers of the arrays whose gradients are results of the kernel: it stores every tile of them."""
+        return tuple(i for i in self.score_gradients.added if self.is_stored(i) and self.visits_all)
 
     @functools.cached_property
     def dq(self) -> DqSums | None:

@@ -19,8 +19,8 @@ from pallas_fa.backends.hopper.tma import add_to_gmem
 
 def probabilities(
     w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any = None
-) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns (P, dS) as operands of matmuls, and `sums` plus the score's gradients of this tile.
+) -> tuple[Any, Any, tuple[Any, ...], dict[int, Any]]:
+    """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and what `leave` takes.
 
     An operand is a tuple of its parts, None where it is not needed. `done`: steps before, for operands in chunks.
 
@@ -64,7 +64,9 @@ def probabilities(
     def after_products(s_acc, dp_acc: Any, issued):
         kept = at.kept(plan)
         s = wgmma.result(s_acc, in_flight=issued)
+        w.wait_for_array_tiles()
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
+        w.release_array_tiles()
         if plan.scored:
             y, factor = tile.scores(s, scale)
             if plan.in_base_2:
@@ -79,7 +81,7 @@ def probabilities(
         kept_p = p if kept is None else kept.select(p)
         p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
-            return p_operand, None, sums
+            return p_operand, None, sums, {}
         # Gradients are linear in that of the scores: all but the last factor is known before dP.
         weights = tile.pullback(s, p, scale) if kept is None else None
         dp = wgmma.result(dp_acc, in_flight=0)
@@ -89,36 +91,44 @@ def probabilities(
             dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
             found = [weight * dp for weight in weights]
         ds, *gradients = tile.without_nan(found, plan.padding.behind_mask or plan.scored)
-        new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
-        return p_operand, products.operand(problem, ds), new_sums
+        scores = plan.score_gradients
+        by_array = dict(zip(scores.floats, gradients, strict=True))
+        new_sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
+        return p_operand, products.operand(problem, ds), new_sums, {i: by_array[i] for i in scores.added}
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 
 
-def _plus_gradients(w, at, gradients, sums):
-    """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""
-    plan, scores = w.plan, w.plan.score_gradients
-    by_array = dict(zip(scores.floats, gradients, strict=True))
-    sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
-    if not scores.added:
-        return sums
+def leave(w: Warpgroup, at: TilePlace, by_array: dict[int, Any]) -> None:
+    """Stores the tile's gradients of arrays [T, S], by number, or adds them to sums in device memory."""
+    plan = w.plan
 
-    def add():
+    def one_part():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in scores.added:
-            w.scratch[f"gradient{i}_smem"][w.row_group] = by_array[i]
+        for i, x in by_array.items():
+            smem = w.scratch[f"gradient{i}_smem"].at[w.row_group]
+            if plan.stores_gradient(i):
+                x = x if plan.dropout_scale is None else x * plan.dropout_scale
+                smem.T[...] = x.astype(plan.added_dtype(i))
+            else:
+                smem[...] = x
         plgpu.commit_smem()
-        for i in scores.added:
+        for i in by_array:
+            smem = w.scratch[f"gradient{i}_smem"].at[w.row_group]
             target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
-            add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target, plan.interpret)
+            if plan.stores_gradient(i):
+                plgpu.copy_smem_to_gmem(smem, target)
+            else:
+                add_to_gmem(smem, target, plan.interpret)
 
-    on_first_part(w, add)
-    return sums
+    if by_array:
+        on_first_part(w, one_part)
 
 
 def _array(w, i, slot):
     """The part of array i in a tile of this warpgroup, from slot `slot` of its ring."""
-    array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"].at[slot]
-    if array.kind != "row":
-        smem = smem.at[w.row_group if array.kind == "tile" else pl.ds(w.row_group * 64, 64)]
+    array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"]
+    smem = smem.at[w.row_group if array.kind == "tile" else slot]
+    if array.kind == "column":
+        smem = smem.at[pl.ds(w.row_group * 64, 64)]
     return array.load(smem, (64, w.plan.config.width), TILE)

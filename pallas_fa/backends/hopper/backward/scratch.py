@@ -64,10 +64,14 @@ def _parties(plan):
 
 
 def _arrays(plan):
-    c, stages = plan.config, plan.config.stages[0]
-    lead = lambda array: (stages, c.row_groups) if array.kind == "tile" else (stages,)
+    c, tiles = plan.config, len(plan.array_tiles)
+    lead = lambda array: (c.row_groups,) if array.kind == "tile" else (c.stages[0],)
     rows = lambda array: 64 if array.kind == "tile" else c.block
-    return {
+    ring = dict(
+        array_tiles_ready=plgpu.Barrier(num_arrivals=c.row_groups * tiles),
+        array_tiles_free=plgpu.Barrier(num_arrivals=c.compute_wgs),
+    )
+    return (ring if tiles else {}) | {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
         for i, array in enumerate(plan.arrays)
         if i in plan.arrays.in_smem
@@ -105,7 +109,10 @@ def _swizzled(shape, dtype, width=128):
 def _score_gradients(plan):
     wgs, width = plan.config.row_groups, plan.config.width
     memory = {i: plgpu.SMEM((wgs, 64), _F32) for i in plan.score_gradients.summed}
-    memory |= {i: _swizzled((wgs, 64, width), _F32) for i in plan.score_gradients.added}
+    for i in plan.score_gradients.added:
+        shape = (wgs, width, 64) if plan.stores_gradient(i) else (wgs, 64, width)
+        piece = plan.arrays[i].piece(64) if plan.stores_gradient(i) else 128
+        memory[i] = _swizzled(shape, plan.added_dtype(i), piece)
     return {f"gradient{i}_smem": memory[i] for i in sorted(memory)}
 
 
@@ -113,7 +120,7 @@ def _operands(plan):
     c, kind, tiles = plan.config, plan.kind, plan.tiles
     # A ring's barrier also counts the copies of statistics and arrays that come with each tile.
     statistic = int(kind.keys_stationary)
-    arrays = sum(c.row_groups if plan.arrays[i].kind == "tile" else 1 for i in plan.arrays.in_smem)
+    arrays = len(plan.arrays.in_smem) - len(plan.array_tiles)
     if plan.chunked:
         streamed = _chunks(plan, (1 + kind.accumulates_qk) * statistic + arrays)
         return streamed | _held(plan) | {"neg_lse_smem": _statistic(plan, c.stages[0])}
