@@ -19,6 +19,7 @@ from pallas_fa import masks, scores
 from pallas_fa.backends.gpu import named_barriers
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.hopper.backward import order
 from pallas_fa.backends.hopper.backward.backward import backward, why_no_backward
 from pallas_fa.backends.hopper.backward.choose import choose
 from pallas_fa.backends.hopper.backward.plan import passes
@@ -113,6 +114,15 @@ CASES = {
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),
     "bias, sinks": (dataclasses.replace(BASE, score="bias_shared", sinks="heads"), {}),
+    "bias of each entry": (dataclasses.replace(BASE, T=256, S=256, batch=(2,), score="bias"), {}),
+    "bias of each entry, causal, dropout": (
+        dataclasses.replace(WIDE, mask="causal", batch=(2,), score="bias", dropout=0.3),
+        {},
+    ),
+    "bias, sequences end in their tiles": (dataclasses.replace(WIDE, score="bias_shared"), {}),
+    "dense mask, bias": (dataclasses.replace(BASE, mask="dense", batch=(2,), score="bias_shared"), {}),
+    "bias, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256, score="bias_shared"), {}),
+    "bias, head dim 512": (dataclasses.replace(BASE, T=64, S=130, H=512, Hv=512, score="bias_shared"), {}),
     "relative bias, head dim 256": (dataclasses.replace(BASE, H=256, score="relative_bias"), {}),
     "relative bias": (dataclasses.replace(BASE, S=130, mask="causal", score="relative_bias"), {}),
     "relative bias, shared by heads": (dataclasses.replace(BASE, N=2, K=2, score="relative_bias_shared"), {}),
@@ -188,6 +198,16 @@ def test_a_cta_that_holds_all_keys_of_a_head_writes_all_of_dq(T, keywords):
     assert not races
     for x, true in zip(got, xla_gradients(*residuals), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(true, np.float32), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("H", "batch", "score"), [(128, 2, "bias_shared"), (64, 3, "bias_other_dtype"), (40, 2, "bias_shared")])
+def test_large_sums_over_the_batch(monkeypatch, H, batch, score):
+    monkeypatch.setattr(order, "_L2_HOLDS", 0)
+    case = dataclasses.replace(BASE, T=260, S=200, N=2, H=H, Hv=H, batch=(batch,), score=score)
+    problem, _ = problem_of(case, {})
+    plan = choose(problem, passes(problem)[0], GPU)
+    assert plan.order.ordered_sums and plan.order.grid.by_head
+    is_right_and_free_of_races(case, {})
 
 
 BY_TILE = {

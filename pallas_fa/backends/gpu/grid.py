@@ -24,13 +24,15 @@ class Grid:
     """CTAs along one grid axis: `ctas_per_head` for each of `heads` heads of each of `batch` entries.
 
     They run in the order of their numbers. `l2_head_group` heads run concurrently, so that their keys and values stay in
-    the L2 cache: first CTA 0 of each of these heads, then CTA 1 of each, and so on; then the next heads.
+    the L2 cache: first CTA 0 of each of these heads, then CTA 1 of each, and so on; then the next heads. With `by_head` the
+    same head of all batch entries is processed before the next head, else all heads of a batch entry.
     """
 
     batch: int
     heads: int
     ctas_per_head: int
     l2_head_group: int
+    by_head: bool = False
 
     @property
     def ctas(self) -> int:
@@ -42,7 +44,11 @@ class Grid:
         number = lax.axis_index(AXIS) if number is None else number
         rest, head_in_group = quotient_and_remainder(number, self.l2_head_group)
         group, cta = quotient_and_remainder(rest, self.ctas_per_head)
-        b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)
+        index = group * self.l2_head_group + head_in_group
+        if self.by_head:
+            head, b = quotient_and_remainder(index, self.batch)
+        else:
+            b, head = quotient_and_remainder(index, self.heads)
         return Place(b, head, cta, group)
 
 

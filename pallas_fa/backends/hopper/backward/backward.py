@@ -84,7 +84,9 @@ def _run(
     `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
-    starts = [jnp.full(shape, zero, dtype) for shape, dtype in ([dq.start] if dq and dq.start else [])]
+    claims_shapes = [(plan.claims_shape(i), jnp.int32) for i in plan.order.ordered_sums]
+    dq_start = [dq.start] if dq and dq.start else []
+    starts = [jnp.full(shape, zero, dtype) for shape, dtype in (*dq_start, *claims_shapes)]
     of_arrays = {i: jax.ShapeDtypeStruct(plan.added_shape(i), plan.added_dtype(i)) for i in scores.added}
     stored = [of_arrays.pop(i) for i in plan.array_results]
     zeros = (jnp.full(x.shape, zero, x.dtype) for x in of_arrays.values())
@@ -119,6 +121,7 @@ def _run(
         sums = (results if dq.is_result else added).pop(0)
         claims = added.pop(0) if dq.first_store else None
         found["dq"] = sums if dq.is_final else _dq(plan, dq, in_range.restored(sums), claims)
+    del added[: len(claims_shapes)]
     count = len(plan.kind.stored)
     of_arrays |= dict(zip(of_arrays, added, strict=True))
     of_arrays |= dict(zip(plan.array_results, results[count:], strict=False))
