@@ -104,6 +104,7 @@ def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
 _WIDE_FUSED = (
     *_wide(32),
     BackwardConfig(2, 128, ds_stages=1, store_warps=1),
+    BackwardConfig(2, 64, store_warps=1),
     BackwardConfig(2, 128, (2, 1), 1, store_warps=1),
 )
 _NARROW = Choice(
