@@ -43,7 +43,7 @@ class Operands(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[Any, ...]:
-        """The arrays that get gradients: q, k, v, float arrays of the score that are not fixed, and sinks if there are any."""
+        """The arrays that get gradients: q, k, v, float arrays of the score but fixed ones, and sinks if there are any."""
         sinks = () if self.sinks is None else (self.sinks,)
         return self.q, self.k, self.v, *float_arrays(self.score), *sinks
 

@@ -1,8 +1,9 @@
 """Joins a forward and a backward to a function that JAX differentiates in reverse mode.
 
-The residuals are the operands, out and lse. Arrays of a score that the caller does not differentiate by get no gradient:
-a bias that is a constant, or passed `stop_gradient`, costs the backward nothing but its loads. A remat policy can save out and lse by name. Gradients of gradients work: the
+The residuals are the operands, out and lse. A remat policy can save out and lse by name. Gradients of gradients work: the
 forward rule calls `attention` itself, and the backward has a derivative of its own, which recomputes from the operands.
+Arrays of a score that the caller does not differentiate by are fixed: a bias that is a constant, or passed through
+`stop_gradient`, costs the backward nothing but its loads.
 """
 
 import functools

@@ -153,9 +153,7 @@ class KernelArrays:
     transposed: bool
 
     @classmethod
-    def of(
-        cls, score: Any, mask: Any, dims: Dims, transposed: bool = False, can_turn: bool = False
-    ) -> "KernelArrays":
+    def of(cls, score: Any, mask: Any, dims: Dims, transposed: bool = False, can_turn: bool = False) -> "KernelArrays":
         """Describes the arrays of a score and mask that are bound to `dims`.
 
         `can_turn`: whether the kernel transposes tiles of 16-bit elements as it loads them.

@@ -14,7 +14,6 @@ from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.problem import Problem
 
-
 _L2_HOLDS = 32 * 2**20  # bytes of sums that the L2 cache holds beside what kernels load
 
 

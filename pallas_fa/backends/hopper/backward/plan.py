@@ -19,7 +19,6 @@ from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import Lengths, lengths_of
 from pallas_fa.problem import Problem
 
-
 SUM_COLUMNS = 64  # of a tile's gradients of arrays that are staged at once, to be added up
 
 

@@ -118,7 +118,7 @@ def leave(w: Warpgroup, at: TilePlace, by_array: dict[int, Any]) -> None:
             w.barriers["sums_ready"].arrive()
         if added:
             here = at._replace(streamed=at.streamed + column)
-            on_first_part(w, lambda here=here, piece=of_piece(added): _add(w, here, piece))
+            on_first_part(w, functools.partial(_add, w, here, of_piece(added)))
 
 
 def _stage(w, by_array):
