@@ -2,9 +2,10 @@
 
 In the memory warpgroup one warp loads: the stationary operands once, then streamed operands, row statistics and arrays,
 step by step. One or two others add tiles of dQ to device memory, one more may add gradients of arrays. The compute
-warpgroups hold 64 stationary positions each; the following is for keys, and a pass for dQ alone has the roles of queries and keys exchanged. In a step they
-compute S^T = K Q^T and dP^T = V dO^T. P^T and dS^T stay in registers as left operands of dV += P^T dO and dK += dS^T Q.
-dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of all warpgroups.
+warpgroups hold 64 stationary positions each; the following is for keys, and a pass for dQ alone has the roles of queries
+and keys exchanged. In a step they compute S^T = K Q^T and dP^T = V dO^T. P^T and dS^T stay in registers as left operands
+of dV += P^T dO and dK += dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of
+all warpgroups.
 """
 
 from typing import Any
