@@ -121,6 +121,10 @@ CASES = {
         dataclasses.replace(WIDE, mask="causal", batch=(2,), score="bias", dropout=0.3),
         {},
     ),
+    "bias, warpgroups share 64 columns of dQ": (
+        dataclasses.replace(BASE, T=136, S=200, mask="causal", batch=(2,), score="bias_shared"),
+        {"config": Config(backward=BackwardConfig(2, 64))},
+    ),
     "bias, sequences end in their tiles": (dataclasses.replace(WIDE, score="bias_shared"), {}),
     "dense mask, bias": (dataclasses.replace(BASE, mask="dense", batch=(2,), score="bias_shared"), {}),
     "bias, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256, score="bias_shared"), {}),
