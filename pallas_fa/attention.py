@@ -36,7 +36,7 @@ class Attention:
                 f"no gradients: {NO_GRADIENTS_OF_PAGES}. For gradients use dot_product_attention on whole sequences; where"
                 " the result is a constant, jax.lax.stop_gradient on the query says so."
             )
-        return self._run(self.choice.gradients, "backward", residuals, d_out, d_lse)
+        return self._of(residuals.operands)._run(self.choice.gradients, "backward", residuals, d_out, d_lse)
 
     # What few calls need is imported where it is needed: `import pallas_fa` stays fast.
 
@@ -56,6 +56,11 @@ class Attention:
         dots = *(transpose(self.problem.layout, x) for x in (q, k, v)), *rest
         out_dot, lse_dot = tangents.attention(*self.problem.in_btnh(operands), lse, dots)
         return transpose(self.problem.layout, out_dot), lse_dot
+
+    def _of(self, operands):
+        """This attention of operands some of whose arrays may be fixed."""
+        score = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands.score)
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, score=score))
 
     def _run(self, backend, direction, *args):
         """Runs one direction of `backend`; a kernel is partitioned over devices, and another backend runs elsewhere."""

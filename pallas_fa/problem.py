@@ -20,7 +20,7 @@ from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered, transpose
 from pallas_fa.operands.pages import Paged
-from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
+from pallas_fa.scores.base import chain, fixed, fixed_as, float_arrays, float_leaves, free, with_float_arrays
 from pallas_fa.softmax.dropout import Dropout
 
 
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[Any, ...]:
-        """The arrays that get gradients: q, k, v, the float arrays of the score, and sinks where there are any."""
+        """The arrays that get gradients: q, k, v, float arrays of the score but fixed ones, and sinks if there are any."""
         sinks = () if self.sinks is None else (self.sinks,)
         return self.q, self.k, self.v, *float_arrays(self.score), *sinks
 
@@ -53,12 +53,30 @@ class Operands(NamedTuple):
         sinks = None if self.sinks is None else rest.pop()
         return self._replace(q=q, k=k, v=v, score=with_float_arrays(self.score, rest), sinks=sinks)
 
+    def fixed(self, perturbed: "Operands") -> "Operands":
+        """These operands, with no gradients of those arrays of the score for which `perturbed` has False."""
+        leaves = (i for i, is_perturbed in enumerate(jax.tree.leaves(perturbed.score)) if not is_perturbed)
+        return self._replace(score=fixed(self.score, set(leaves) & set(float_leaves(self.score))))
+
+    def fixed_as(self, other: "Operands") -> "Operands":
+        """These operands, with no gradients of those arrays of the score of which `other`, of the same score, has none."""
+        return self._replace(score=fixed_as(self.score, other.score))
+
+    def free(self) -> "Operands":
+        """These operands, with gradients of all float arrays of the score."""
+        return self._replace(score=free(self.score))
+
     def cotangent(self, gradients: Iterable[Any]) -> "Operands":
         """The cotangent of these operands, as JAX wants it, from the gradients of `differentiable`."""
-        no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        zeros = self._replace(score=jax.tree.map(lambda x: x if is_float(x) else no_gradient(x), self.score))
-        return zeros.with_differentiable(gradients)._replace(mask=None, dropout=None)
+        nothing = lambda x: None if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        zeros = [nothing(x) for x in jax.tree.leaves(self.score)]
+        q, k, v, *rest = gradients
+        sinks = None if self.sinks is None else rest.pop()
+        for i, x in zip(float_leaves(self.score), rest, strict=True):
+            zeros[i] = x
+        score = jax.tree.unflatten(jax.tree.structure(self.score), zeros)
+        return Operands(q, k, v, score, sinks=sinks)
 
 
 class Residuals(NamedTuple):

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa import masks, scores
+from pallas_fa import dot_product_attention, masks, scores
 from pallas_fa.backends.gpu import named_barriers
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.hopper.backward import order
 from pallas_fa.backends.hopper.backward.backward import backward, why_no_backward
 from pallas_fa.backends.hopper.backward.choose import choose
 from pallas_fa.backends.hopper.backward.plan import passes
@@ -27,6 +28,8 @@ from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_con
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
+from pallas_fa.scores.base import Fixed
+from pallas_fa.scores.bias import Bias
 from tests import cases, missing_wait
 from tests.cases import Case
 from tests.lowering import kernels
@@ -113,6 +116,19 @@ CASES = {
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),
     "bias, sinks": (dataclasses.replace(BASE, score="bias_shared", sinks="heads"), {}),
+    "bias of each entry": (dataclasses.replace(BASE, T=256, S=256, batch=(2,), score="bias"), {}),
+    "bias of each entry, causal, dropout": (
+        dataclasses.replace(WIDE, mask="causal", batch=(2,), score="bias", dropout=0.3),
+        {},
+    ),
+    "bias, warpgroups share 64 columns of dQ": (
+        dataclasses.replace(BASE, T=136, S=200, mask="causal", batch=(2,), score="bias_shared"),
+        {"config": Config(backward=BackwardConfig(2, 64))},
+    ),
+    "bias, sequences end in their tiles": (dataclasses.replace(WIDE, score="bias_shared"), {}),
+    "dense mask, bias": (dataclasses.replace(BASE, mask="dense", batch=(2,), score="bias_shared"), {}),
+    "bias, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256, score="bias_shared"), {}),
+    "bias, head dim 512": (dataclasses.replace(BASE, T=64, S=130, H=512, Hv=512, score="bias_shared"), {}),
     "relative bias, head dim 256": (dataclasses.replace(BASE, H=256, score="relative_bias"), {}),
     "relative bias": (dataclasses.replace(BASE, S=130, mask="causal", score="relative_bias"), {}),
     "relative bias, shared by heads": (dataclasses.replace(BASE, N=2, K=2, score="relative_bias_shared"), {}),
@@ -188,6 +204,46 @@ def test_a_cta_that_holds_all_keys_of_a_head_writes_all_of_dq(T, keywords):
     assert not races
     for x, true in zip(got, xla_gradients(*residuals), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(true, np.float32), atol=2e-2, rtol=2e-2)
+
+
+def test_kernels_compute_no_gradient_of_a_bias_that_is_a_constant():
+    """They store one where it is wanted; a constant takes the tiles of a call whose bias needs no memory for gradients."""
+    x, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 128, 2, 64), (1, 2, 128, 128)))
+    attend = functools.partial(dot_product_attention, implementation="mosaic_gpu")
+
+    def of_bias(by):
+        loss = lambda q, bias: attend(q, q, q, bias).astype(jnp.float32).sum()
+        text = jax.jit(jax.grad(loss, by)).trace(x, bias).lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+        assert len(calls) == 2
+        return calls[1].split("->")[-1].count("1x2x128x128xbf16")
+
+    assert (of_bias(0), of_bias((0, 1))) == (0, 1)
+
+    fixed = Fixed(Bias(bias), frozenset([0]))
+    case = dataclasses.replace(BASE, T=128, S=200, score="bias_shared")
+    problem, operands = problem_of(case, {})
+    residuals = residuals_of(case, problem, operands)
+    operands = operands._replace(score=dataclasses.replace(fixed, score=operands.score))
+    problem = problem.with_operands(operands)
+    plan = choose(problem, passes(problem)[0], GPU)
+    assert not plan.score_gradients.added and plan.config.width == 128 and plan.config.ds_stages == 2
+    got, races = interpreted(problem, operands, *residuals)
+    assert not races and len(got) == 3
+    for x, true in zip(got, xla_gradients(problem, operands, *residuals), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(true, np.float32), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("H", "batch", "score"), [(128, 2, "bias_shared"), (64, 3, "bias_other_dtype"), (40, 2, "bias_shared")]
+)
+def test_large_sums_over_the_batch(monkeypatch, H, batch, score):
+    monkeypatch.setattr(order, "_L2_HOLDS", 0)
+    case = dataclasses.replace(BASE, T=260, S=200, N=2, H=H, Hv=H, batch=(batch,), score=score)
+    problem, _ = problem_of(case, {})
+    plan = choose(problem, passes(problem)[0], GPU)
+    assert plan.order.ordered_sums and plan.order.grid.by_head
+    is_right_and_free_of_races(case, {})
 
 
 BY_TILE = {

@@ -1,5 +1,7 @@
 """Gradients against float64 truth: what the table of cases (test_table.py) cannot express."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,37 @@ def test_bias_gradient_has_the_shape_and_dtype_of_the_bias(shape, dtypes, implem
     # A constant shift of a row changes nothing, so that some of these sums cancel: errors are those of the summands.
     tolerance = 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max() + 2e-3 * np.abs(full).max()
     np.testing.assert_allclose(np.asarray(small, np.float64), want, atol=tolerance)
+
+
+def test_a_bias_that_is_not_differentiated_by_gets_no_gradient(rng):
+    """Nor is one computed: not under jit, remat, scan or vmap; and second derivatives by it are right all the same."""
+    q, k, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 6, 4, 8), (2, 9, 4, 8), (1, 4, 6, 9)))
+
+    def loss(attend, q, bias):
+        return jnp.sum(attend(q, k, k, bias) ** 2)
+
+    ours = functools.partial(loss, functools.partial(pallas_fa.dot_product_attention, implementation="xla"))
+    theirs = functools.partial(loss, jax.nn.dot_product_attention)
+    looped = lambda f: lambda q, bias: jax.lax.scan(lambda x, _: (x + f(q * x, bias), None), 1.0, None, length=2)[0]
+    stopped = lambda f: jax.grad(lambda q, bias: f(q, jax.lax.stop_gradient(bias)), (0, 1))
+    mapped = lambda f: lambda q, bias: jax.vmap(jax.grad(f), (0, None))(q[None], bias)
+    by_query = {
+        "closed over": jax.grad,
+        "stop_gradient": stopped,
+        "jit": lambda f: jax.grad(jax.jit(f)),
+        "remat": lambda f: jax.grad(jax.checkpoint(f)),
+        "scan": lambda f: jax.grad(looped(f)),
+        "vmap": mapped,
+    }
+    of_gradient = lambda f: lambda q, bias: jnp.sum(jax.grad(f)(q, bias) ** 2)
+    second = {
+        "by both": lambda f: jax.grad(of_gradient(f), (0, 1)),
+        "third": lambda f: jax.grad(lambda q, bias: jnp.sum(jax.grad(of_gradient(f))(q, bias) ** 2), 1),
+    }
+    for name, derivative in (by_query | second).items():
+        got, want = (jax.tree.leaves(derivative(f)(q, bias)) for f in (ours, theirs))
+        for x, true in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, true, atol=1e-5 * float(jnp.abs(true).max()), rtol=1e-4, err_msg=name)
 
 
 @every_implementation

@@ -2,13 +2,17 @@
 
 The residuals are the operands, out and lse. A remat policy can save out and lse by name. Gradients of gradients work: the
 forward rule calls `attention` itself, and the backward has a derivative of its own, which recomputes from the operands.
+Arrays of a score that the caller does not differentiate by are fixed: a bias that is a constant, or passed through
+`stop_gradient`, costs the backward nothing but its loads.
 """
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
 from pallas_fa.autodiff.rules import Rules
 from pallas_fa.operands import varying
@@ -28,17 +32,22 @@ def _attention(rules: Rules, operands: Operands) -> tuple[Any, Any]:
     return varying.without_checks(rules.forward, operands)
 
 
-def _forward_rule(rules, operands):
+def _forward_rule(rules, primals):
+    operands = custom_vjp_primal_tree_values(primals)
+    perturbed = jax.tree.map(lambda x: x.perturbed, primals, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     out, lse = _attention(rules, operands)
     out, lse = checkpoint_name(out, "pallas_fa_out"), checkpoint_name(lse, "pallas_fa_lse")
-    return (out, lse), Residuals(operands, out, lse)
+    return (out, lse), Residuals(operands.fixed(perturbed), out, lse)
 
 
 def _backward_rule(rules, residuals, cotangents):
-    return (residuals.operands.cotangent(_gradients(rules, residuals, *cotangents)),)
+    of_results = zip(cotangents, residuals[1:], strict=True)
+    cotangents = (jnp.zeros_like(x) if isinstance(d, SymbolicZero) else d for d, x in of_results)
+    found = residuals.operands.cotangent(_gradients(rules, residuals, *cotangents))
+    return (found.free(),)
 
 
-_attention.defvjp(_forward_rule, _backward_rule)
+_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 @_with_rules
@@ -51,18 +60,23 @@ def _gradients_forward(rules, residuals, d_out, d_lse):
 
 
 def _gradients_backward(rules, residuals, cotangents):
-    """Gives the whole second derivative to the operands. out and lse get none, since the operands determine them."""
+    """Gives the whole second derivative to the operands. out and lse get none, since the operands determine them.
+
+    It is by fixed arrays, too: whoever holds them fixed in a gradient may differentiate the gradient by them.
+    """
 
     def pullback(operands, d_out, d_lse, cotangents):
         def gradients(arrays, d_out, d_lse):
-            primal = lambda arrays: rules.recompute(operands.with_differentiable(arrays))
-            return jax.vjp(primal, arrays)[1]((d_out, d_lse))[0]
+            changed = operands.free().with_differentiable(arrays).fixed_as(operands)
+            primal = lambda arrays: rules.recompute(changed.with_differentiable(arrays))
+            return jax.vjp(primal, changed.differentiable)[1]((d_out, d_lse))[0]
 
-        return jax.vjp(gradients, operands.differentiable, d_out, d_lse)[1](cotangents)
+        return jax.vjp(gradients, operands.free().differentiable, d_out, d_lse)[1](cotangents)
 
     operands, d_out, d_lse = residuals
     d_operands, dd_out, dd_lse = varying.without_checks(pullback, operands, d_out, d_lse, cotangents)
-    return Residuals(operands.cotangent(d_operands), None, None), dd_out, dd_lse  # type: ignore[arg-type]
+    of_operands = operands.free().cotangent(d_operands).fixed_as(operands)
+    return Residuals(of_operands, None, None), dd_out, dd_lse  # type: ignore[arg-type]
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)

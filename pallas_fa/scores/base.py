@@ -109,21 +109,65 @@ class Chain(Score):
         return x
 
 
+@dataclasses.dataclass(frozen=True)
+class Fixed(Score):
+    """The bound `score`, with the same leaves, of which those with the numbers `leaves` get no gradient."""
+
+    score: Score
+    leaves: frozenset[int]
+
+    def moved(self, part: Part) -> "Fixed":
+        return Fixed(self.score.moved(part), self.leaves)
+
+    @property
+    def bound(self) -> float | None:
+        return self.score.bound
+
+    def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
+        return self.score.apply(x, b, n, t, s)
+
+
+def fixed(score: Score | None, leaves: Iterable[int]) -> Score | None:
+    """Returns `score`, whose leaves of these numbers get no gradient."""
+    leaves = frozenset(leaves)
+    return Fixed(score, leaves) if score is not None and leaves else score
+
+
+def fixed_as(score: Score | None, other: Score | None) -> Score | None:
+    """Returns `score` with those leaves fixed that are fixed in `other`, of the same structure."""
+    return Fixed(score, other.leaves) if score is not None and isinstance(other, Fixed) else score
+
+
+def free(score: Score | None) -> Score | None:
+    """Returns `score`, all of whose float arrays get gradients."""
+    return score.score if isinstance(score, Fixed) else score
+
+
 def chain(scores: list[Score]) -> Score | None:
     """Returns the score that applies `scores` in order; None if there are none."""
     parts = tuple(part for score in scores for part in _parts(score))
     return parts[0] if len(parts) == 1 else Chain(parts) if parts else None
 
 
+def float_leaves(score: Score | None) -> tuple[int, ...]:
+    """Returns the numbers of the leaves that get gradients: float arrays, without those that are `Fixed`."""
+    without = score.leaves if isinstance(score, Fixed) else ()
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return tuple(i for i, x in enumerate(jax.tree.leaves(score)) if is_float(x) and i not in without)
+
+
 def float_arrays(score: Score | None) -> tuple[Any, ...]:
     """Returns the arrays that get gradients, in the order of the tree's leaves."""
-    return tuple(x for x in jax.tree.leaves(score) if jnp.issubdtype(x.dtype, jnp.floating))
+    leaves = jax.tree.leaves(score)
+    return tuple(leaves[i] for i in float_leaves(score))
 
 
 def with_float_arrays(score: Score | None, arrays: Iterable[Any]) -> Score | None:
     """Replaces the float arrays of `score` by `arrays`, in the order of `float_arrays`."""
-    arrays = iter(arrays)
-    return jax.tree.map(lambda x: next(arrays) if jnp.issubdtype(x.dtype, jnp.floating) else x, score)
+    leaves, tree = jax.tree.flatten(score)
+    for i, x in zip(float_leaves(score), arrays, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(tree, leaves)
 
 
 def evaluate(score: Score | None, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
@@ -137,6 +181,7 @@ def evaluate(score: Score | None, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any
       t: query positions.
       s: key positions.
     """
+    score = free(score)
     arrays = (array.astype(x.dtype) for array in float_arrays(score))
     cast_score = with_float_arrays(score, arrays)
     return x if cast_score is None else cast_score.apply(x, b, n, t, s)

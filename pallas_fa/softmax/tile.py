@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from pallas_fa import masks, scores
-from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
+from pallas_fa.scores.base import evaluate, float_arrays, free, with_float_arrays
 
 
 class Softmax(NamedTuple):
@@ -41,6 +41,7 @@ def masked_scores(x: Any, score: scores.Score | None, mask: masks.Mask | None, b
     if score is not None:
         # Masked logits may be NaN or Inf, and 0 * NaN is NaN: block gradients there, for every array.
         gate = lambda z: jnp.where(ok, z.astype(x.dtype), lax.stop_gradient(z.astype(x.dtype)))
+        score = free(score)
         gated: Any = with_float_arrays(score, map(gate, float_arrays(score)))
         x = gated.apply(gate(x), b, n, t, s)
     return jnp.where(ok, x, -jnp.inf), ok

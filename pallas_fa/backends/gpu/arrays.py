@@ -2,7 +2,8 @@
 
 Seen from a tile of logits [queries, keys], an array [B|1, N|1, T|1, S|1] is a scalar, a row (one value per key), a column
 (one value per query) or a tile; one of [B|1, N|1, 1, 1, q tiles, kv tiles] is a word for each tile. A kernel that holds
-logits as [keys, queries] transposes its arrays first. Scalars and words are read from device memory where they are used.
+logits as [keys, queries] transposes its arrays first, or tiles of 16-bit elements as it loads them from shared memory
+(`turned`). Scalars and words are read from device memory where they are used.
 The others are copied to shared memory by TMA, which asks for rows of a multiple of 16 bytes (32 here, for tiles). No
 broadcast dim is ever materialised. An array that spans the diagonals is a tile that lies elsewhere in memory (`skewed`).
 """
@@ -34,7 +35,8 @@ class KernelArray:
     """One array of a mask or a score as a kernel sees it.
 
     `dtype` is that of the call, `stored_dtype` the one in memory. `row_bytes`: of a row in memory, padding included.
-    `skewed`: how a tile that spans the diagonals lies in memory; None for other arrays.
+    `skewed`: how a tile that spans the diagonals lies in memory; None for other arrays. `turned`: whether rows of tiles in
+    memory are columns of the kernel's tiles of logits.
     """
 
     kind: Literal["scalar", "row", "column", "tile", "word"]
@@ -44,9 +46,10 @@ class KernelArray:
     per_head: bool
     row_bytes: int
     skewed: Skewed | None = None
+    turned: bool = False
 
     @classmethod
-    def of(cls, x: Any, rows: int) -> "KernelArray":
+    def of(cls, x: Any, rows: int, turned: bool = False) -> "KernelArray":
         """Describes a bound array, [B|1, N|1, T|1, S|1] or [B|1, N|1, T + S - 1], of tiles of so many rows T in all."""
         if diagonals.spans(x):
             dtype, skewed = np.dtype(x.dtype), Skewed(rows, x.shape[2] + 1 - rows)
@@ -62,7 +65,7 @@ class KernelArray:
         row = x.shape[3] if spans_s else x.shape[2]
         unit = 32 if kind == "tile" else 16  # float32 tiles have no register layout for pieces of 16 bytes
         row_bytes = -(-row * stored.itemsize // unit) * unit
-        return cls(kind, dtype, stored, x.shape[0] > 1, x.shape[1] > 1, row_bytes)
+        return cls(kind, dtype, stored, x.shape[0] > 1, x.shape[1] > 1, row_bytes, turned=turned)
 
     def why_not(self) -> str | None:
         """Returns None if a kernel can load it, else the reason."""
@@ -100,13 +103,14 @@ class KernelArray:
     def place(self, rows: Any, columns: Any) -> tuple[Any, Any]:
         """Returns where a tile lies in its last two dims; `rows` (64 for `skewed`) and `columns` are `pl.ds` slices."""
         if self.skewed is None:
-            return rows, columns
+            return (columns, rows) if self.turned else (rows, columns)
         return pl.ds(0, ROWS), pl.ds(self.skewed.start(rows.start, columns.start), columns.size)
 
     def scratch(self, *lead: int, rows: int, columns: int) -> Any:
         """Returns shared memory for its part of tiles of [rows, columns] logits, with leading dims `lead`."""
         if self.kind != "tile":
             return plgpu.SMEM((*lead, columns if self.kind == "row" else rows), self.stored_dtype)
+        rows, columns = (columns, rows) if self.turned else (rows, columns)
         transforms = swizzle(self.stored_dtype, self.piece(columns))
         return plgpu.SMEM((*lead, rows, columns), self.stored_dtype, transforms=transforms)
 
@@ -121,7 +125,7 @@ class KernelArray:
     def load(self, smem: Any, shape: tuple[int, int], layout: Any) -> Any:
         """Loads its part of a tile of logits, broadcast to the tile's `shape` and in its `layout`; not of a scalar."""
         if self.kind == "tile":
-            return self.restore(plgpu.load(smem, layout=layout))
+            return self.restore(plgpu.load(smem.T if self.turned else smem, layout=layout))
         axis = 1 if self.kind == "row" else 0
         if self.kind == "row":
             smem = self.place_in(smem, shape[1])
@@ -140,7 +144,7 @@ class KernelArrays:
     """All arrays of a call, the score's before the mask's.
 
     `tree`: the structure of (score, mask), whose leaves they are. `in_score`: how many are the score's. `transposed`: the
-    kernel holds logits as [keys, queries].
+    kernel holds logits as [keys, queries]; arrays that it turns as it loads them are left as they are.
     """
 
     arrays: tuple[KernelArray, ...]
@@ -149,12 +153,21 @@ class KernelArrays:
     transposed: bool
 
     @classmethod
-    def of(cls, score: Any, mask: Any, dims: Dims, transposed: bool = False) -> "KernelArrays":
-        """Describes the arrays of a score and mask that are bound to `dims`."""
+    def of(cls, score: Any, mask: Any, dims: Dims, transposed: bool = False, can_turn: bool = False) -> "KernelArrays":
+        """Describes the arrays of a score and mask that are bound to `dims`.
+
+        `can_turn`: whether the kernel transposes tiles of 16-bit elements as it loads them.
+        """
         leaves, tree = jax.tree.flatten((score, mask))
         rows = dims.S if transposed else dims.T
-        arrays = tuple(KernelArray.of(_transpose(x) if transposed else x, rows) for x in leaves)
-        return cls(arrays, tree, len(jax.tree.leaves(score)), transposed)
+
+        def describe(x):
+            is_tile = not diagonals.spans(x) and x.ndim == 4 and min(x.shape[2:]) > 1
+            if transposed and can_turn and is_tile and x.dtype.itemsize == 2:
+                return KernelArray.of(x, rows, turned=True)
+            return KernelArray.of(_transpose(x) if transposed else x, rows)
+
+        return cls(tuple(map(describe, leaves)), tree, len(jax.tree.leaves(score)), transposed)
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -190,7 +203,8 @@ class KernelArrays:
     def in_memory(self, score: Any, mask: Any) -> list[jax.Array]:
         """Returns the arrays as the kernel takes them."""
         leaves: list[Any] = jax.tree.leaves((score, mask))
-        return [a.in_memory(_transpose(x) if self.transposed else x) for a, x in zip(self.arrays, leaves, strict=True)]
+        turn = lambda a, x: _transpose(x) if self.transposed and not a.turned else x
+        return [a.in_memory(turn(a, x)) for a, x in zip(self.arrays, leaves, strict=True)]
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Returns (score, mask) with these values in the places of the arrays."""

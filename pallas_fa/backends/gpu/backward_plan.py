@@ -24,8 +24,7 @@ from pallas_fa.scores.base import float_arrays
 def has_per_query_gradients(problem: Problem) -> bool:
     """Whether an array of the score has one value per query and a gradient, a sum over keys."""
     is_per_query = lambda x: not diagonals.spans(x) and x.shape[2] > 1 and x.shape[3] == 1
-    leaves = jax.tree.leaves(problem.score)
-    return any(is_per_query(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+    return any(map(is_per_query, float_arrays(problem.score)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +52,11 @@ class BackwardCore:
         return self.problem.dims.T if self.kind.keys_stationary else self.problem.dims.S
 
     @property
+    def turns_arrays(self) -> bool:
+        """Whether the kernel transposes tiles of arrays of 16-bit elements as it loads them."""
+        return False
+
+    @property
     def visits(self) -> StreamedVisits:
         """Which tiles each CTA visits."""
         raise NotImplementedError
@@ -62,7 +66,8 @@ class BackwardCore:
         """The arrays of score and mask; rows have one value per streamed position, columns one per stationary position."""
         problem, mask = self.problem, self.problem.mask
         mask = jax.eval_shape(self.visits.in_tiles, mask) if self.visits.listed else mask
-        return KernelArrays.of(problem.score, mask, problem.dims, transposed=self.kind.keys_stationary)
+        by_keys, can_turn = self.kind.keys_stationary, self.turns_arrays
+        return KernelArrays.of(problem.score, mask, problem.dims, transposed=by_keys, can_turn=can_turn)
 
     @functools.cached_property
     def score_gradients(self) -> ScoreGradients:
@@ -138,7 +143,8 @@ class BackwardCore:
         array = self.arrays[i]
         lead = (at.b, at.n) if self.interpret else array.index(at.b, at.n)
         own = (at.stationary // ROWS,) if self.interpret and array.skewed else ()
-        return *lead, *own, *array.place(pl.ds(at.stationary, rows), pl.ds(at.streamed, self.config.width))
+        of_tile = pl.ds(at.stationary, rows), pl.ds(at.streamed, self.config.width)
+        return *lead, *own, *(array.place(*of_tile) if array.skewed else of_tile)
 
     def summed_shape(self) -> tuple[int, ...]:
         """Returns the shape of the float32 gradient of an array, one value per stationary position."""

@@ -26,6 +26,7 @@ class Grid:
     They run in the order of their numbers. `l2_head_group` heads run concurrently, so that their keys and values stay in
     the L2 cache: first CTA 0 of each of these heads, then CTA 1 of each, and so on; then the next heads.
 
+    `by_head`: the same head of all batch entries comes before the next head; else all heads of a batch entry.
     `lead`: so many CTAs of each head come before the groups: CTA 0 of all heads, then CTA 1 of all, and so on. For those
     that may have far more work than the others: the last group would else end with them.
     """
@@ -34,6 +35,7 @@ class Grid:
     heads: int
     ctas_per_head: int
     l2_head_group: int
+    by_head: bool = False
     lead: int = 0
 
     @property
@@ -58,7 +60,11 @@ class Grid:
     def _in_groups(self, number):
         rest, head_in_group = quotient_and_remainder(number, self.l2_head_group)
         group, cta = quotient_and_remainder(rest, self.ctas_per_head)
-        b, head = quotient_and_remainder(group * self.l2_head_group + head_in_group, self.heads)
+        index = group * self.l2_head_group + head_in_group
+        if self.by_head:
+            head, b = quotient_and_remainder(index, self.batch)
+        else:
+            b, head = quotient_and_remainder(index, self.heads)
         return Place(b, head, cta, group)
 
 

@@ -3,12 +3,10 @@
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.operands.dims import Dims
+from pallas_fa.scores.base import float_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +24,7 @@ class ScoreGradients:
     @classmethod
     def of(cls, score: Any, arrays: KernelArrays, kind: Pass) -> "ScoreGradients":
         """Returns which gradients a pass of this kind gives."""
-        leaves = enumerate(jax.tree.leaves(score))
-        floats = tuple(i for i, x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+        floats = float_leaves(score)
         # A sum along stationary positions would take all CTAs, so arrays with one value per query are left to the pass that
         # holds queries, and it does no others.
         kinds = ("scalar", "column", "tile") if kind.keys_stationary else ("column",)

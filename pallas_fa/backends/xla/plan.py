@@ -22,6 +22,7 @@ from pallas_fa.backends.xla.chunks import SYMBOLIC, Chunks, even_chunk, split_ax
 from pallas_fa.masks import Dense
 from pallas_fa.problem import Problem
 from pallas_fa.scores import Bias
+from pallas_fa.scores.base import free
 
 _LOGITS_AT_ONCE = 2**30  # bytes
 _SHORT, _FEW = 2048, 128  # positions
@@ -46,7 +47,11 @@ def whole_rows(problem: Problem) -> Chunks | None:
 
 def _same_everywhere(problem):
     """Whether only arrays depend on positions or heads: then no keys are ruled out, and a chunk may have few heads."""
-    return isinstance(problem.mask, Dense | None) and isinstance(problem.score, Bias | None) and problem.dropout is None
+    return (
+        isinstance(problem.mask, Dense | None)
+        and isinstance(free(problem.score), Bias | None)
+        and problem.dropout is None
+    )
 
 
 def memory(problem: Problem) -> str | None:

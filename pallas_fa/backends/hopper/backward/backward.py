@@ -84,8 +84,13 @@ def _run(
     `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
-    starts = [jnp.full(shape, zero, dtype) for shape, dtype in ([dq.start] if dq and dq.start else [])]
-    added = [jax.new_ref(x) for x in (*starts, *(jnp.full(plan.added_shape(i), zero) for i in scores.added))]
+    claims_shapes = [(plan.claims_shape(i), jnp.int32) for i in plan.order.ordered_sums]
+    dq_start = [dq.start] if dq and dq.start else []
+    starts = [jnp.full(shape, zero, dtype) for shape, dtype in (*dq_start, *claims_shapes)]
+    of_arrays = {i: jax.ShapeDtypeStruct(plan.added_shape(i), plan.added_dtype(i)) for i in scores.added}
+    stored = [of_arrays.pop(i) for i in plan.array_results]
+    zeros = (jnp.full(x.shape, zero, x.dtype) for x in of_arrays.values())
+    added = [jax.new_ref(x) for x in (*starts, *zeros)]
     B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
     shapes = dict(dq=(B, T, N, problem.H), dk=(B, S, problem.K, problem.H), dv=(B, S, problem.K, problem.Hv))
 
@@ -103,6 +108,7 @@ def _run(
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and dq.is_result else ()),
             *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
+            *stored,
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
         ctas=plan.order.ctas,
@@ -115,7 +121,12 @@ def _run(
         sums = (results if dq.is_result else added).pop(0)
         claims = added.pop(0) if dq.first_store else None
         found["dq"] = sums if dq.is_final else _dq(plan, dq, in_range.restored(sums), claims)
-    return found | plan.gradients(operands, results, added)
+    del added[: len(claims_shapes)]
+    count = len(plan.kind.stored)
+    of_arrays |= dict(zip(of_arrays, added, strict=True))
+    of_arrays |= dict(zip(plan.array_results, results[count:], strict=False))
+    del results[count : count + len(stored)]
+    return found | plan.gradients(operands, results, [of_arrays[i] for i in scores.added])
 
 
 def _dq(plan, dq, sums, claims=None):

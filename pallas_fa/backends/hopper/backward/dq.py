@@ -105,5 +105,5 @@ def can_share_dq(config: BackwardConfig, keys: Tiles) -> bool:
 
     `keys`: how a tile of keys lies in memory. Of three chunks of 64 columns no warpgroup could take half.
     """
-    halves = keys.padded_dim in (96, 128) or (keys.padded_dim == 192 and keys.whole)
+    halves = keys.padded_dim in (96, 128) or (keys.padded_dim in (64, 192) and keys.whole)
     return config.width == config.block or (config.width == 64 and halves and config.compute_wgs == 2)

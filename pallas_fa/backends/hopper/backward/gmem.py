@@ -10,7 +10,8 @@ class Refs(NamedTuple):
 
     `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
     None. `ds_factors`: those of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter
-    for each tile of `dq_sums` (see `first_store`).
+    for each tile of `dq_sums` (see `first_store`), `array_claims` for each of `Order.ordered_sums`. Of `added`, gradients
+    that are not shared are stored.
     """
 
     stationary_qk: Any
@@ -25,6 +26,7 @@ class Refs(NamedTuple):
     ds_factors: Any
     dq_claims: Any
     dq_sums: Any
+    array_claims: dict[int, Any]
     added: dict[int, Any]
     gradients: dict[str, Any]
     summed: dict[int, Any]
@@ -40,11 +42,15 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     dropout = None if plan.problem.dropout is None else queue.pop(0)
     ds_factors = queue.pop(0) if plan.scales_ds else None
     dq = queue.pop(0) if plan.dq and plan.dq.start else None
-    added = dict(zip(scores.added, take(len(scores.added)), strict=True))
+    array_claims = dict(zip(plan.order.ordered_sums, take(len(plan.order.ordered_sums)), strict=True))
+    in_refs = [i for i in scores.added if i not in plan.array_results]
+    added = dict(zip(in_refs, take(len(in_refs)), strict=True))
     claims, sums = None, dq
     if plan.dq and plan.dq.is_result:
         claims, sums = dq, queue.pop(0)
     gradients = dict(zip(plan.kind.stored, take(len(plan.kind.stored)), strict=True))
+    added |= dict(zip(plan.array_results, take(len(plan.array_results)), strict=True))
     summed = dict(zip(scores.summed, queue, strict=True))
     operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta
-    return Refs(*operands, arrays, visit_table, dropout, ds_factors, claims, sums, added, gradients, summed)
+    of_dq = claims, sums
+    return Refs(*operands, arrays, visit_table, dropout, ds_factors, *of_dq, array_claims, added, gradients, summed)

@@ -1,10 +1,11 @@
 """The body of a pass of the backward kernel: what each warpgroup of a CTA does.
 
 In the memory warpgroup one warp loads: the stationary operands once, then streamed operands, row statistics and arrays,
-step by step. One or two others add tiles of dQ to device memory. The compute warpgroups hold 64 stationary positions
-each; the following is for keys, and a pass for dQ alone has the roles of queries and keys exchanged. In a step they
-compute S^T = K Q^T and dP^T = V dO^T. P^T and dS^T stay in registers as left operands of dV += P^T dO and dK += dS^T Q.
-dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of all warpgroups.
+step by step. One or two others add tiles of dQ to device memory, one more may add gradients of arrays. The compute
+warpgroups hold 64 stationary positions each; the following is for keys, and a pass for dQ alone has the roles of queries
+and keys exchanged. In a step they compute S^T = K Q^T and dP^T = V dO^T. P^T and dS^T stay in registers as left operands
+of dV += P^T dO and dK += dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of
+all warpgroups.
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ from pallas_fa.backends.hopper.backward.load import Load, drain
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers, by_name
 from pallas_fa.backends.hopper.backward.store_dq import store_dq
+from pallas_fa.backends.hopper.backward.store_sums import store_sums
 from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup
 
 
@@ -35,6 +37,8 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
         work.for_blocks(plan, lambda block: compute(Warpgroup(plan, block, wg, gmem, scratch)))
         if dq:
             barriers(plan, scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
+        if plan.order.ordered_sums:
+            barriers(plan, scratch)["sums_free"].wait()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == c.compute_wgs)
@@ -51,3 +55,5 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
             if dq:
                 stores = (warp >= 1) & (warp <= dq.store_warps)
                 pl.when(stores)(lambda: store_dq(plan, warp - 1, gmem, scratch))
+                if plan.order.ordered_sums:
+                    pl.when(warp == dq.store_warps + 1)(lambda: store_sums(plan, gmem, scratch))

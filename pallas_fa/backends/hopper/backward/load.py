@@ -44,12 +44,12 @@ class Load:
         streamed = pl.ds(tile * c.width, c.width)
         pl.when(done >= c.stages[0])(lambda: self.barriers["streamed_qk_free"].wait(slots[0]))
         self._streamed("streamed_qk", "neg_lse", n, slots[0], streamed)
-        for a in plan.arrays.in_smem:
-            self._array(a, n, slots[0], streamed)
+        self._arrays(n, slots[0], streamed)
         if plan.kind.accumulates_qk:
             pl.when(done == self.block.done)(lambda: self._stationary("stationary_pv", "delta"))
         pl.when(done >= c.stages[1])(lambda: self.barriers["streamed_pv_free"].wait(slots[1]))
         self._streamed("streamed_pv", "delta" if plan.kind.accumulates_qk else None, n, slots[1], streamed)
+        self._array_tiles(n, done, streamed)
 
     def _step_of_chunks(self, tile, n, done):
         plan, c = self.plan, self.plan.config
@@ -68,6 +68,7 @@ class Load:
             if chunk == 0:
                 pl.when(done >= c.stages[0])(lambda free=free: free.wait(slot))
                 self._beside(n, slot, positions)
+                self._array_tiles(n, done, positions)
             tiles.load_chunk(chunk, *place, copied.at[slot, chunk], ready.at[slot * tiles.chunks + chunk])
 
     def _beside(self, n, slot, positions):
@@ -77,8 +78,7 @@ class Load:
         for name in statistics:
             rows = getattr(self.gmem, name).at[self.block.b, n, positions]
             _copy(rows, self.scratch[f"{name}_smem"].at[slot], self.scratch["beside_ready"].at[slot])
-        for a in plan.arrays.in_smem:
-            self._array(a, n, slot, positions, "beside_ready")
+        self._arrays(n, slot, positions, "beside_ready")
 
     def _streamed_head(self, n):
         return n if self.plan.kind.keys_stationary else lax.div(n, jnp.int32(self.plan.problem.group))
@@ -104,19 +104,31 @@ class Load:
     def _tiles(self, name):
         return getattr(self.plan.tiles, name)
 
-    def _array(self, a, n, slot, streamed, ready="streamed_qk_ready"):
-        array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"].at[slot]
-        source, block = self.gmem.arrays[a].at[array.index(self.block.b, n)], self.block
-        ready = self.scratch[ready].at[slot]
-        if array.kind != "tile":
-            _copy(source.at[streamed if array.kind == "row" else self.stationary], smem, ready)
+    def _arrays(self, n, slot, streamed, ready="streamed_qk_ready"):
+        """Loads arrays with one value per position."""
+        for a in self.plan.arrays.of_kind("row", "column"):
+            array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"].at[slot]
+            place = streamed if array.kind == "row" else self.stationary
+            _copy(self.gmem.arrays[a].at[(*array.index(self.block.b, n), place)], smem, self.scratch[ready].at[slot])
+
+    def _array_tiles(self, n, done, streamed):
+        """Loads tiles of arrays."""
+        plan, block = self.plan, self.block
+        if not plan.array_tiles:
             return
-        for wg in range(self.plan.config.row_groups):
-            _copy(source.at[array.place(pl.ds(block.start + wg * 64, 64), streamed)], smem.at[wg], ready)
+        pl.when(done > 0)(lambda: plgpu.barrier_wait(self.scratch["array_tiles_free"]))
+        for a in plan.array_tiles:
+            array, smem = plan.arrays[a], self.scratch[f"array{a}_smem"]
+            for wg in range(plan.config.row_groups):
+                place = array.place(pl.ds(block.start + wg * 64, 64), streamed)
+                source = self.gmem.arrays[a].at[(*array.index(block.b, n), *place)]
+                _copy(source, smem.at[wg], self.scratch["array_tiles_ready"])
 
 
 def drain(plan: BackwardPlan, steps: Any, scratch: dict[str, Any]) -> None:
     """Waits until all slots of the rings are free: each completed phase of a barrier is to be waited for."""
+    if plan.array_tiles:
+        pl.when(steps > 0)(lambda: plgpu.barrier_wait(scratch["array_tiles_free"]))
     free = barriers(plan, scratch)
     for name, slots in zip(("qk", "pv"), plan.slots, strict=True):
         chunks_of = getattr(plan.tiles, f"streamed_{name}").chunks

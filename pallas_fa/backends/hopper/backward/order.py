@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
+
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
@@ -11,6 +13,8 @@ from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.problem import Problem
+
+_L2_HOLDS = 32 * 2**20  # bytes of sums that the L2 cache holds beside what kernels load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +38,12 @@ class Order:
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
         batch, group = self.problem.dims.B, 1
+        if self.ordered_sums:
+            return Grid(batch, self.heads, self.visits.blocks, batch, by_head=True)
         if self.problem.mask is not None and not self.persistent:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
-        return Grid(batch, self.heads, self.visits.blocks, group, self._lead)
+        return Grid(batch, self.heads, self.visits.blocks, group, lead=self._lead)
 
     @property
     def _lead(self) -> int:
@@ -49,6 +55,31 @@ class Order:
         if not self.visits.listed or self.persistent:
             return 0
         return min(self.visits.blocks, max(1, self.gpu.multiprocessors // (self.problem.dims.B * self.heads)))
+
+    @functools.cached_property
+    def ordered_sums(self) -> tuple[int, ...]:
+        """The numbers of the arrays whose gradients are sums over batch entries that L2 does not hold.
+
+        The CTAs that add to the same tile run at the same time, so that it is still in L2, and the first of them stores
+        it, so that nothing is zeroed before (evidence: backward/bias-gradient). No CTAs wait for each other in a circle:
+        all visit the tiles in one order, and one warp of each claims their tiles.
+        """
+        shared = [i for i in self.score_gradients.added if not self.arrays[i].batched and not self.is_stored(i)]
+        dims = self.problem.dims
+        heads = sum(dims.N if self.arrays[i].per_head else 1 for i in shared)
+        in_one_order = self.kind.fused and self.problem.mask is None and not any(self.arrays[i].skewed for i in shared)
+        large = 4 * heads * dims.T * dims.S > _L2_HOLDS
+        return tuple(shared) if dims.B > 1 and in_one_order and large and not self.persistent else ()
+
+    def is_stored(self, i: int) -> bool:
+        """Whether the tiles of the gradient of array i are stored as they are, turned and rounded once.
+
+        No two CTAs have anything for the same tile then. With float16's factors of dS, sums stay float32.
+        """
+        array, dims = self.arrays[i], self.problem.dims
+        is_shared = (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
+        scales_ds = self.problem.dtype == jnp.float16
+        return i in self.score_gradients.added and array.turned and not is_shared and not scales_ds
 
     @property
     def persistent(self) -> bool:
@@ -96,5 +127,5 @@ class Order:
 
         Under a block mask they do too, and two warps claim tiles late.
         """
-        single = self.by_tile or self.stagger or self.persistent
+        single = self.by_tile or self.stagger or self.persistent or self.ordered_sums
         return 1 if single else self.config.store_warps

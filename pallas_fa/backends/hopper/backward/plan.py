@@ -5,6 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
@@ -17,6 +18,8 @@ from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.masks.lengths import Lengths, lengths_of
 from pallas_fa.problem import Problem
+
+SUM_COLUMNS = 64  # of a tile's gradients of arrays that are staged at once, to be added up
 
 
 def passes(problem: Problem) -> tuple[Pass, ...]:
@@ -59,6 +62,11 @@ class BackwardPlan(BackwardCore):
     """All that is static in one pass."""
 
     config: BackwardConfig
+
+    @property
+    def turns_arrays(self) -> bool:
+        """Yes: by ldmatrix and stmatrix."""
+        return True
 
     @functools.cached_property
     def tiles(self) -> ByRole:
@@ -182,11 +190,56 @@ class BackwardPlan(BackwardCore):
             return False
         return self.streamed <= c.width or (isinstance(mask, Lengths) and mask.q_lengths is None)
 
+    @property
+    def visits_all(self) -> bool:
+        """Whether each warpgroup visits every tile, as is known while tracing."""
+        if self.problem.mask is not None:
+            return self.visits.every_tile
+        known = self.visits.known
+        return known is not None and (known.first.at(0), known.last.at(0)) == (0, self.visits.tiles)
+
     @functools.cached_property
     def order(self) -> Order:
         """The order in which CTAs visit heads and tiles."""
         pieces = self.config, self.arrays, self.score_gradients, self.visits
         return Order(self.problem, self.kind, *pieces, self.gpu)
+
+    @property
+    def array_tiles(self) -> tuple[int, ...]:
+        """The numbers of the arrays whose tiles are loaded step by step; their ring has one slot, free again before P."""
+        return self.arrays.of_kind("tile")
+
+    def added_shape(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of the gradient of array i, or of its float32 sums."""
+        if not self.order.is_stored(i):
+            return super().added_shape(i)
+        dims, array = self.problem.dims, self.arrays[i]
+        return dims.B, dims.N, dims.T, array.row_bytes // array.stored_dtype.itemsize
+
+    def added_dtype(self, i: int) -> Any:
+        """Returns their dtype."""
+        return self.arrays[i].stored_dtype if self.order.is_stored(i) else jnp.dtype(jnp.float32)
+
+    def added_place(self, i: int, at: Any, rows: int) -> tuple[Any, ...]:
+        """Returns where so many rows of a tile at `at` lie in them: all of its columns, or `SUM_COLUMNS` of a sum."""
+        *lead, of_rows, of_columns = super().added_place(i, at, rows)
+        if self.order.is_stored(i):
+            return *lead, of_columns, of_rows
+        return *lead, of_rows, pl.ds(of_columns.start, SUM_COLUMNS)
+
+    def array_gradient(self, i: int, d: Any, x: Any) -> Any:
+        """Returns the gradient of array i, which is `x`, from what the kernel gave."""
+        return d[..., : x.shape[3]] if self.order.is_stored(i) else super().array_gradient(i, d, x)
+
+    @property
+    def array_results(self) -> tuple[int, ...]:
+        """The numbers of the arrays whose gradients, or their sums, are results of the kernel: it stores every tile."""
+        stored = lambda i: self.order.is_stored(i) and self.visits_all
+        return tuple(i for i in self.score_gradients.added if stored(i) or i in self.order.ordered_sums)
+
+    def claims_shape(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of the counters of the tiles of the sums of array i (see `first_store`)."""
+        return *self.added_shape(i)[:2], self.visits.blocks, self.visits.tiles
 
     @functools.cached_property
     def dq(self) -> DqSums | None:

@@ -13,14 +13,15 @@ from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward import chunks
+from pallas_fa.backends.hopper.backward.plan import SUM_COLUMNS
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup, on_first_part
-from pallas_fa.backends.hopper.tma import add_to_gmem
+from pallas_fa.backends.hopper.tma import add_to_gmem, fence_async_proxy
 
 
 def probabilities(
     w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any = None
-) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns (P, dS) as operands of matmuls, and `sums` plus the score's gradients of this tile.
+) -> tuple[Any, Any, tuple[Any, ...], dict[int, Any]]:
+    """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and what `leave` takes.
 
     An operand is a tuple of its parts, None where it is not needed. `done`: steps before, for operands in chunks.
 
@@ -64,7 +65,9 @@ def probabilities(
     def after_products(s_acc, dp_acc: Any, issued):
         kept = at.kept(plan)
         s = wgmma.result(s_acc, in_flight=issued)
+        w.wait_for_array_tiles()
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
+        w.release_array_tiles()
         if plan.scored:
             y, factor = tile.scores(s, scale)
             if plan.in_base_2:
@@ -79,7 +82,7 @@ def probabilities(
         kept_p = p if kept is None else kept.select(p)
         p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
-            return p_operand, None, sums
+            return p_operand, None, sums, {}
         # Gradients are linear in that of the scores: all but the last factor is known before dP.
         weights = tile.pullback(s, p, scale) if kept is None else None
         dp = wgmma.result(dp_acc, in_flight=0)
@@ -89,36 +92,66 @@ def probabilities(
             dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
             found = [weight * dp for weight in weights]
         ds, *gradients = tile.without_nan(found, plan.padding.behind_mask or plan.scored)
-        new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
-        return p_operand, products.operand(problem, ds), new_sums
+        scores = plan.score_gradients
+        by_array = dict(zip(scores.floats, gradients, strict=True))
+        new_sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
+        return p_operand, products.operand(problem, ds), new_sums, {i: by_array[i] for i in scores.added}
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 
 
-def _plus_gradients(w, at, gradients, sums):
-    """`sums` plus the gradients of a tile. Those of arrays [T, S] are added in device memory."""
-    plan, scores = w.plan, w.plan.score_gradients
-    by_array = dict(zip(scores.floats, gradients, strict=True))
-    sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
-    if not scores.added:
-        return sums
+def leave(w: Warpgroup, at: TilePlace, by_array: dict[int, Any]) -> None:
+    """Stores the tile's gradients of arrays [T, S], by number, or adds them to sums in device memory."""
+    order = w.plan.order
+    stored = {i: x for i, x in by_array.items() if order.is_stored(i)}
+    ordered = {i: x for i, x in by_array.items() if i in order.ordered_sums}
+    added = {i: x for i, x in by_array.items() if i not in stored and i not in ordered}
+    if stored:
+        on_first_part(w, lambda: _store(w, at, stored))
+    for column in range(0, w.plan.config.width, SUM_COLUMNS):
+        columns = slice(column, column + SUM_COLUMNS)
+        of_piece = lambda gradients, columns=columns: {i: x[:, columns] for i, x in gradients.items()}
+        if ordered:
+            w.barriers["sums_free"].wait()
+            _stage(w, of_piece(ordered))
+            fence_async_proxy(w.plan.interpret)
+            w.barriers["sums_ready"].arrive()
+        if added:
+            here = at._replace(streamed=at.streamed + column)
+            on_first_part(w, functools.partial(_add, w, here, of_piece(added)))
 
-    def add():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i in scores.added:
-            w.scratch[f"gradient{i}_smem"][w.row_group] = by_array[i]
-        plgpu.commit_smem()
-        for i in scores.added:
-            target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
-            add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target, plan.interpret)
 
-    on_first_part(w, add)
-    return sums
+def _stage(w, by_array):
+    for i, x in by_array.items():
+        w.scratch[f"gradient{i}_smem"][w.row_group] = x
+
+
+def _add(w, at, by_array):
+    plan = w.plan
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _stage(w, by_array)
+    plgpu.commit_smem()
+    for i in by_array:
+        target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
+        add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target, plan.interpret)
+
+
+def _store(w, at, by_array):
+    plan = w.plan
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i, x in by_array.items():
+        x = x if plan.dropout_scale is None else x * plan.dropout_scale
+        w.scratch[f"gradient{i}_smem"].at[w.row_group].T[...] = x.astype(plan.added_dtype(i))
+    plgpu.commit_smem()
+    for i in by_array:
+        target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
+        plgpu.copy_smem_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target)
 
 
 def _array(w, i, slot):
     """The part of array i in a tile of this warpgroup, from slot `slot` of its ring."""
-    array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"].at[slot]
-    if array.kind != "row":
-        smem = smem.at[w.row_group if array.kind == "tile" else pl.ds(w.row_group * 64, 64)]
+    array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"]
+    smem = smem.at[w.row_group if array.kind == "tile" else slot]
+    if array.kind == "column":
+        smem = smem.at[pl.ds(w.row_group * 64, 64)]
     return array.load(smem, (64, w.plan.config.width), TILE)

@@ -17,7 +17,7 @@ from pallas_fa.backends.gpu.named_barriers import (
     numbered,
 )
 from pallas_fa.backends.gpu.shared_memory import swizzle
-from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+from pallas_fa.backends.hopper.backward.plan import SUM_COLUMNS, BackwardPlan
 from pallas_fa.backends.hopper.backward.work import BLOCK_SLOTS
 from pallas_fa.backends.hopper.tiles import over_another
 
@@ -42,7 +42,8 @@ def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarr
 
     `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more;
     `stationary_free`: nor a slot of stationary operands, of several blocks. `dq_ready`,
-    `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again.
+    `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again. `sums_ready`, `sums_free`: the same of
+    the gradients that a warp of their own adds up, of all warpgroups.
     """
     return numbered(_parties(plan), scratch)
 
@@ -60,14 +61,18 @@ def _parties(plan):
     if plan.dq:
         parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
         parties["dq_free"] = Parties(wgs, arrivals=1, arriving=WARP, waiting=WARPGROUP)
+    if plan.order.ordered_sums:
+        parties["sums_ready"] = Parties(1, arrivals=wgs, arriving=WARPGROUP, waiting=WARP)
+        parties["sums_free"] = Parties(1, arrivals=1, arriving=WARP, waiting=wgs * WARPGROUP)
     return parties
 
 
 def _arrays(plan):
-    c, stages = plan.config, plan.config.stages[0]
-    lead = lambda array: (stages, c.row_groups) if array.kind == "tile" else (stages,)
+    c, tiles = plan.config, len(plan.array_tiles)
+    lead = lambda array: (c.row_groups,) if array.kind == "tile" else (c.stages[0],)
     rows = lambda array: 64 if array.kind == "tile" else c.block
-    return {
+    barrier = {"array_tiles_ready": c.row_groups * tiles, "array_tiles_free": c.compute_wgs} if tiles else {}
+    return {name: plgpu.Barrier(num_arrivals=arrivals) for name, arrivals in barrier.items()} | {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
         for i, array in enumerate(plan.arrays)
         if i in plan.arrays.in_smem
@@ -104,8 +109,13 @@ def _swizzled(shape, dtype, width=128):
 
 def _score_gradients(plan):
     wgs, width = plan.config.row_groups, plan.config.width
+    assert width % SUM_COLUMNS == 0
     memory = {i: plgpu.SMEM((wgs, 64), _F32) for i in plan.score_gradients.summed}
-    memory |= {i: _swizzled((wgs, 64, width), _F32) for i in plan.score_gradients.added}
+    for i in plan.score_gradients.added:
+        stored = plan.order.is_stored(i)
+        shape = (wgs, width, 64) if stored else (wgs, 64, SUM_COLUMNS)
+        piece = plan.arrays[i].piece(64) if stored else 128
+        memory[i] = _swizzled(shape, plan.added_dtype(i), piece)
     return {f"gradient{i}_smem": memory[i] for i in sorted(memory)}
 
 
@@ -113,7 +123,7 @@ def _operands(plan):
     c, kind, tiles = plan.config, plan.kind, plan.tiles
     # A ring's barrier also counts the copies of statistics and arrays that come with each tile.
     statistic = int(kind.keys_stationary)
-    arrays = sum(c.row_groups if plan.arrays[i].kind == "tile" else 1 for i in plan.arrays.in_smem)
+    arrays = len(plan.arrays.in_smem) - len(plan.array_tiles)
     if plan.chunked:
         streamed = _chunks(plan, (1 + kind.accumulates_qk) * statistic + arrays)
         return streamed | _held(plan) | {"neg_lse_smem": _statistic(plan, c.stages[0])}

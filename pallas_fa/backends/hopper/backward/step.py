@@ -14,7 +14,7 @@ from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.hopper.backward import chunks
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
-from pallas_fa.backends.hopper.backward.probabilities import probabilities
+from pallas_fa.backends.hopper.backward.probabilities import leave, probabilities
 from pallas_fa.backends.hopper.backward.scale_ds import times
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces as tiles_of_columns
@@ -36,9 +36,10 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     if plan.padding.streamed and at.is_boundary:
         zero_streamed(w, at, slots)
 
-    p, ds, sums = probabilities(w, at, rows, slots, sums)
+    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
+        leave(w, at, gradients)
         issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
         wgmma.wait(issued)
         w.release_pv(slots)
@@ -48,8 +49,10 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
 
     ds_smem = _ds_smem(w, done)
     dv_first = plan.problem.mask is not None or plan.statistics_last  # evidence: backward/dv-matmul-first
+    dv_first = dv_first or bool(gradients)
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
+    leave(w, at, gradients)
     for smem, part in zip(ds_smem, ds, strict=True):
         smem[rows] = part
     if not dv_first:
@@ -70,7 +73,7 @@ def _step_of_chunks(w, at, done, sums, accs):
     rows, slots = pl.ds(again(w.row_group) * 64, 64), Slots(slot, slot)
     if "beside_ready" in w.scratch:
         plgpu.barrier_wait(w.scratch["beside_ready"].at[slot])
-    p, ds, sums = probabilities(w, at, rows, slots, sums, done)
+    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done)
     chunks.wait_for_whole_tile(w, slot)
     if plan.padding.streamed and at.is_boundary:
         w.barriers["wgs_meet"].wait()  # no warpgroup reads the tile for its logits any more
@@ -80,6 +83,7 @@ def _step_of_chunks(w, at, done, sums, accs):
         if of_operand:
             first = again(w.first_chunk(of_operand))
             wgmma.weighted_sums(of_operand, weights, getattr(w, f"streamed_{name}").at[slot], first)
+    leave(w, at, gradients)
     wgmma.wait(0)
     (w.release_pv if plan.in_ring == "qk" else w.release_qk)(slots)
     return sums
@@ -91,6 +95,8 @@ def skip(w: Warpgroup, done: Any) -> None:
     slots = w.slots(done)
     w.wait_for_qk(slots)
     w.wait_for_pv(slots)
+    w.wait_for_array_tiles()
+    w.release_array_tiles()
     if plan.dq:
         wg = opaque(w.wg, plan.interpret)
         ds_smem = _ds_smem(w, done)

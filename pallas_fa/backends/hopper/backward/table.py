@@ -100,6 +100,13 @@ def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
     return (BackwardConfig(2, 128, l2_head_group=l2_head_group, store_warps=1),)
 
 
+# With less memory for tiles of arrays and their gradients (evidence: backward/bias-gradient).
+_WIDE_FUSED = (
+    *_wide(32),
+    BackwardConfig(2, 128, ds_stages=1, store_warps=1),
+    BackwardConfig(2, 64, store_warps=1),
+)
+_WIDE_OTHERS = BackwardConfig(2, 128, (2, 1), 1, l2_head_group=32, store_warps=1), *_SMALL
 _NARROW = Choice(
     (
         BackwardConfig(2, 64),
@@ -154,7 +161,7 @@ TILES = Table(
             (Choice((), {}, _SPLIT_PAIR[1:]), {}),
         )
     ),
-    Row(Choice(_wide(32), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True), **_H64, gives=_FUSED),
+    Row(Choice(_WIDE_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS, persistent=True), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
     Row(_NARROW, **_H128, gives=_KEYS),

@@ -85,6 +85,17 @@ class Warpgroup:
         """Says that this warpgroup reads the tile of `streamed_pv` no more."""
         self.barriers["streamed_pv_free"].arrive(slots.pv)
 
+    def wait_for_array_tiles(self) -> None:
+        """Waits for the step's tiles of arrays."""
+        if self.plan.array_tiles:
+            plgpu.barrier_wait(self.scratch["array_tiles_ready"])
+
+    def release_array_tiles(self) -> None:
+        """Says that this warpgroup has them in registers."""
+        if self.plan.array_tiles:
+            plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
+            plgpu.barrier_arrive(self.scratch["array_tiles_free"])
+
     def words(self, n: Any, tile: Any) -> dict[int, Any]:
         """Returns the arrays that have a word for each tile, by number."""
         arrays, block = self.plan.arrays, self.block
