@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward import chunks
+from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_streamed
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup, on_first_part
 from pallas_fa.backends.hopper.tma import add_to_gmem
 
@@ -51,6 +52,7 @@ def probabilities(
         wgmma.inner_products(s_acc, of_rows(w.stationary_qk), w.streamed_qk.at[slots.qk])
         if statistics_last:
             w.wait_for_pv(slots)
+            zero_streamed(w, at, slots, "pv")
         if statistics_last and kind.accumulates_qk:
             return wgmma.scoped(functools.partial(after_logits, s_acc), shape)
         return after_logits(s_acc, dp_acc)
@@ -90,7 +92,10 @@ def probabilities(
             found = [weight * dp for weight in weights]
         ds, *gradients = tile.without_nan(found, plan.padding.behind_mask or plan.scored)
         new_sums = sums if plan.problem.score is None else _plus_gradients(w, at, gradients, sums)
-        return p_operand, products.operand(problem, ds), new_sums
+        ds_operand = products.operand(problem, ds)
+        if plan.padding.ds:
+            ds_operand = tuple(zero_keys(w, part, at.n) for part in ds_operand)
+        return p_operand, ds_operand, new_sums
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 

@@ -35,7 +35,7 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None
         if dq.first_store:  # asked while the tile is computed
-            counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
+            counter = gmem.dq_claims.at[(*part, block.b, tile, pl.ds(n, 1))]
             is_first = first_store.claim(counter, plan.interpret)
         for wg in range(wgs):
             dq_ready.wait(index * wgs + wg)
