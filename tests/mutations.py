@@ -40,6 +40,7 @@ FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py 
 FLOAT16 = "tests/test_float16_range.py"
 COPIES = "tests/test_mma_copies.py"
 MMA_DECODE, MMA_PAGES = (f"tests/test_mma_decode.py -k {name}" for name in ("one_piece", "pages"))
+PADDING = "tests/test_padding_by_rows.py -k harmless"
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
@@ -106,6 +107,8 @@ MUTATIONS = (
     Mutation("backends/hopper/mla/compute.py", "self._times(acc, rescale), i", "acc, i", "tests/test_mla.py -k interpreted"),
     Mutation("backends/hopper/tiles.py", "else column_part * self.padded_dim", "else 0", WIDE_HEADS),
     Mutation("backends/hopper/backward/warpgroup.py", "self.column_part * len(accs)", "0", WIDE_HEADS),
+    Mutation("backends/hopper/backward/probabilities.py", "if plan.padding.ds:", "if False:", PADDING),
+    Mutation("backends/hopper/backward/compute.py", "if plan.padding.gradients:", "if False:", PADDING),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip
 

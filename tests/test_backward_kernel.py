@@ -465,7 +465,7 @@ def test_every_length_lowers(T, S, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_config_lowers(gives, H, dtype, masked):
     deterministic = gives != ("dk", "dv", "dq")
-    flags = dict(masked=masked, visit_table=masked, split=dtype == "float32")
+    flags = dict(masked=masked, visit_table=masked, tests_arrays=masked, split=dtype == "float32")
     for config in backward_configs(BackwardFacts(gives, H, H, 4096, 4096, 10_000, group=1, **flags), GPU):
         case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal", dtype=dtype)
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (

@@ -100,6 +100,11 @@ def lengths_of(mask: Mask | None) -> Lengths:
     return next(iter(parts_of(mask, Lengths)), Lengths())
 
 
+def without_lengths(mask: Mask | None) -> Mask | None:
+    """Returns the rest of a bound mask: what it says of positions that are no padding; None for all allowed."""
+    return all_of([part for part in parts_of(mask, Mask) if not isinstance(part, Lengths)])
+
+
 def bind(mask: Mask | None, dims: Dims) -> Mask | None:
     """Binds `mask` to one call."""
     if mask is None:

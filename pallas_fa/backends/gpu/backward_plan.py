@@ -100,6 +100,10 @@ class BackwardCore:
             " and of a RelativeBias, in no fixed order, so it can't do them with deterministic_gradients=True"
         )
 
+    def tested(self, mask: Any) -> Any:
+        """Returns the part of `mask` that is tested element by element in boundary tiles; None for nothing."""
+        return mask
+
     def in_memory(self, operands: Operands) -> list[Any]:
         """Returns what the kernel reads beside its matmuls' operands and row statistics, in order.
 
@@ -107,7 +111,7 @@ class BackwardCore:
         """
         mask, dropout = operands.mask, operands.dropout
         found = self.arrays.in_memory(operands.score, self.visits.in_tiles(mask) if self.visits.listed else mask)
-        if self.visits.known is None:
+        if self.visits.known is None and not self.visits.from_lengths:
             found.append(self.visits.table(mask))
         if dropout is not None:
             found.append(dropout_in_memory(dropout))

@@ -73,6 +73,7 @@ class TileOfLogits:
             tests.append(s < dims.S)
         if plan.scored and dims.T % q_tile:
             tests.append(t < dims.T)
+        mask = plan.tested(mask)
         if mask is not None:
             allowed = lambda t, s, mask: mask.allowed(at.b, at.n, t, s)
             tests.append(jnp.broadcast_to(elementwise.inline(allowed, t, s, mask), shape))

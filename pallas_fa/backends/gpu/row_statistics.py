@@ -38,7 +38,9 @@ def row_statistics(problem: Problem, residuals: Residuals, d_out: Any, d_lse: An
     delta = zero_padding(products - d_lse)
     is_empty = lse == -jnp.inf
     delta = jnp.where(is_empty, 0, delta)
-    neg_lse = jnp.where(is_empty, -jnp.inf, lse * lse_factor)
+    # lse of padding may be a sink's, whose exponential may be infinite.
+    is_sink = False if operands.sinks is None else zero_padding(jnp.ones_like(lse)) == 0
+    neg_lse = jnp.where(is_empty | is_sink, -jnp.inf, lse * lse_factor)
     missing = -problem.dims.T % _ROWS
     pad = lambda x, fill: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, missing)), constant_values=fill)
     neg_delta = pad(-delta, 0)

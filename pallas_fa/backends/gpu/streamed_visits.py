@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_fa.backends.gpu import schedule, visit_lists
 from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.schedule import Visits
 from pallas_fa.backends.gpu.visit_lists import VisitList
+from pallas_fa.masks.lengths import lengths_of, without_lengths
 from pallas_fa.operands import intervals
 from pallas_fa.operands.intervals import UNBOUNDED
 
@@ -27,6 +30,7 @@ class StreamedVisits:
       block, tile: positions of a stationary block and of a streamed tile.
       warpgroups: how many could have visits of their own, where one can skip what the others visit; 1: none.
       every_tile: blocks that attend to nothing visit all tiles, too, so that all are written.
+      padding_by_rows: whether tiles with padding are full tiles, of which the kernel zeroes rows.
     """
 
     mask: Any
@@ -38,6 +42,7 @@ class StreamedVisits:
     tile: int
     warpgroups: int
     every_tile: bool = False
+    padding_by_rows: bool = False
 
     @property
     def blocks(self) -> int:
@@ -52,8 +57,11 @@ class StreamedVisits:
     @functools.cached_property
     def known(self) -> Visits | None:
         """The visits of whole blocks as lines, if they are that and known while tracing; else a table is read."""
-        is_known = not jax.tree.leaves(self.mask)
-        return schedule.as_lines(self._of_parts(self.mask, 1), self.blocks) if is_known else None
+        return self._lines(self.mask)
+
+    def _lines(self, mask: Any) -> Visits | None:
+        is_known = not jax.tree.leaves(mask)
+        return schedule.as_lines(self._of_parts(mask, 1), self.blocks) if is_known else None
 
     @property
     def listed(self) -> bool:
@@ -66,12 +74,13 @@ class StreamedVisits:
 
         Where visits are known, skipping costs more than it saves (evidence: backward/skip-half-tiles).
         """
-        return self.warpgroups if self.mask is not None and self.known is None and not self.listed else 1
+        as_one = self.mask is None or self.known is not None or self.listed or self.from_lengths
+        return 1 if as_one else self.warpgroups
 
     @property
     def _whole_only(self):
         """Whether a ragged last block finds no tile full: past the end are no keys."""
-        return self.kind.keys_stationary or self.scored
+        return (self.kind.keys_stationary and not self.padding_by_rows) or self.scored
 
     @property
     def _full_tail(self):
@@ -81,6 +90,33 @@ class StreamedVisits:
     def _sides(self, stationary, streamed):
         """(of queries, of keys)"""
         return (streamed, stationary) if self.kind.keys_stationary else (stationary, streamed)
+
+    def _tested(self, mask):
+        return without_lengths(mask) if self.padding_by_rows else mask
+
+    @property
+    def all_full(self) -> bool:
+        """Whether every block visits the first so many tiles, all of them full, up to the length of their sequence."""
+        return self._tested(self.mask) is None
+
+    @functools.cached_property
+    def _without_padding(self):
+        """What the visits would be without sequence lengths, as lines; None where CTAs read a table."""
+        return self._lines(self._tested(self.mask)) if self.padding_by_rows else None
+
+    @property
+    def from_lengths(self) -> bool:
+        """Whether CTAs compute their visits from sequence lengths, the only arrays of the mask, and read no table."""
+        return self._without_padding is not None
+
+    @functools.cached_property
+    def _boundaries(self):
+        """Whether a block may visit boundary tiles before its full tiles, and after them."""
+        tested = self._tested(self.mask)
+        if jax.tree.leaves(tested):
+            return True, True
+        found = self._of_parts(tested, self.parts)
+        return bool(np.any(found.first != found.full_first)), bool(np.any(found.full_last != found.last))
 
     def in_tiles(self, mask: Any) -> Any:
         """Returns what a CTA tests of a mask that has lists."""
@@ -96,11 +132,10 @@ class StreamedVisits:
 
     def _of_parts(self, mask, parts):
         """The visits of each of `parts` parts of all blocks."""
-        by_keys, whole_only = self.kind.keys_stationary, self._whole_only
-        if mask is None:
-            ask = ask_full = lambda lo, hi: (0, UNBOUNDED)
-        else:
-            ask, ask_full = (mask.q_range, mask.full_q_range) if by_keys else (mask.kv_range, mask.full_kv_range)
+        whole_only = self._whole_only
+        everything, streamed = lambda lo, hi: (0, UNBOUNDED), "q_range" if self.kind.keys_stationary else "kv_range"
+        ask = getattr(mask, streamed, everything)
+        ask_full = getattr(self._tested(mask), f"full_{streamed}", everything)
         size = self.tiles * self.tile if self._full_tail else self.streamed
         part, at_least = self.block // parts, self.tiles if self.every_tile else 0
         sizes = part, self.stationary, size, self.tile
@@ -124,13 +159,35 @@ class StreamedVisits:
         return jnp.where(has_visits, of_blocks, start).reshape(found.shape)
 
     def of_part(self, table_ref: Any, b: Any, n: Any, number: Any, part: Any) -> Visits:
-        """Returns, in a kernel, the visits of a part of block `number` at batch entry b and query head n."""
+        """Returns, in a kernel, the visits of a part of block `number` at batch entry b and query head n.
+
+        `table_ref`: where `from_lengths`, the function of (b, n) that returns the mask with scalars for its arrays.
+        """
         if self.known is not None:
             return Visits(*(line.at(number) for line in self.known))
         if self.listed:  # their numbers in the list
             of_block = self.list_of(table_ref, b, n, number)
             return Visits(0, of_block.boundary, of_block.count, of_block.count)
-        return schedule.in_table(table_ref, b, n, number * self.parts + part)
+        if self.from_lengths:
+            found = self._within_lengths(table_ref(b, n), number)
+        else:
+            found = schedule.in_table(table_ref, b, n, number * self.parts + part)
+        before, after = self._boundaries
+        full_first, full_last = found.full_first if before else found.first, found.full_last if after else found.last
+        return found._replace(full_first=full_first, full_last=full_last)
+
+    def _within_lengths(self, mask, number):
+        """The visits of block `number`, under a mask with scalars for its arrays."""
+        lines = self._without_padding
+        assert lines is not None
+        found = Visits(*(line.at(number) for line in lines))
+        if self.every_tile:
+            return found
+        start = number * self.block
+        _, end = lengths_of(mask).q_range(start, start + self.block)
+        last = lax.div(jnp.clip(end, 0, self.streamed) + (self.tile - 1), jnp.int32(self.tile))
+        last = jnp.clip(last, found.first, found.last)
+        return Visits(found.first, jnp.minimum(found.full_first, last), jnp.minimum(found.full_last, last), last)
 
     def list_of(self, table_ref: Any, b: Any, n: Any, number: Any) -> VisitList:
         """Returns, in a kernel, the list of block `number` at batch entry b and query head n."""

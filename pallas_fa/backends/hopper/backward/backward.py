@@ -134,8 +134,8 @@ def _dq(plan, dq, sums, claims=None):
     problem = plan.problem
     if claims is not None and (problem.mask is not None or plan.interpret):
         rows = sums.shape[-3 if dq.layout == "BTNH" else -2]
-        is_there = jnp.repeat(claims > 0, plan.config.width, axis=-1)[..., :rows]  # [.., N, T]
-        is_there = jnp.swapaxes(is_there, -2, -1) if dq.layout == "BTNH" else is_there
+        is_there = jnp.repeat(claims > 0, plan.config.width, axis=-2)[..., :rows, :]  # [.., T, N]
+        is_there = jnp.swapaxes(is_there, -2, -1) if dq.layout == "BNTH" else is_there
         sums = jnp.where(is_there[..., None], sums, 0)
     sums = sums.sum(axis=0) if plan.interpret else sums
     everything = slice(None)

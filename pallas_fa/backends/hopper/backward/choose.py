@@ -10,6 +10,7 @@ from pallas_fa.backends.hopper.backward.dq import can_share_dq
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes, passes_with_sums
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
+from pallas_fa.masks.lengths import without_lengths
 from pallas_fa.problem import Problem
 
 
@@ -39,6 +40,7 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         group=problem.group,
         masked=problem.mask is not None,
         visit_table=bool(jax.tree.leaves(problem.mask)),
+        tests_arrays=bool(jax.tree.leaves(without_lengths(problem.mask))),
         split=products.parts_of(problem) > 1,
     )
     named = problem.config and problem.config.backward

@@ -11,7 +11,7 @@ from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.hopper.backward import work
-from pallas_fa.backends.hopper.backward.padding import zero_stationary
+from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_stationary
 from pallas_fa.backends.hopper.backward.scale_ds import scale_stationary, times
 from pallas_fa.backends.hopper.backward.step import skip, step
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup, on_first_part
@@ -70,6 +70,9 @@ def _store(w, d_qk, d_pv):
     """Stores the gradients of the stationary operands through their shared memory."""
     plan, block, stores = w.plan, w.block, []
     qk_scale = w.qk_scale if d_qk else None  # long before it is used: it may come from device memory
+    if plan.padding.gradients:  # the query heads of a key head have the same keys
+        first_head = block.head * plan.problem.group
+        d_qk, d_pv = ([zero_keys(w, x, first_head) for x in given] for given in (d_qk, d_pv))
     if plan.splits or plan.column_parts > 1:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
     if d_pv:  # else no other warpgroup reads these rows
@@ -139,7 +142,7 @@ def _head(w, n, done, accs):
 
     def run(start, end, is_boundary, sums):
         def body(tile, before, sums):
-            tile = work.tile_of_step(plan, block, table, n, tile)
+            tile = work.tile_of_step(plan, block, table, n, last, tile)
             streamed = tile * plan.config.width
             here = scalars | w.words(n, tile) if is_boundary else scalars
             at = TilePlace(block.b, n, w.start, streamed, is_boundary, here, dropout)

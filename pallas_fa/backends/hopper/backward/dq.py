@@ -93,8 +93,8 @@ class DqSums:
 
     @property
     def claims_shape(self) -> tuple[int, ...]:
-        """Of the counters of the tiles of these sums (see `first_store`)."""
-        return self._of_each_cta(self.dims.B, self.dims.N, self.tiles)
+        """Of the counters of the tiles of these sums (see `first_store`), in the order in which "BTNH" has the tiles."""
+        return self._of_each_cta(self.dims.B, self.tiles, self.dims.N)
 
     def _of_each_cta(self, *shape):
         return (self.key_blocks, *shape) if self.interpret else shape

@@ -8,10 +8,11 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 class Refs(NamedTuple):
     """Device memory by role.
 
-    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
-    None. `ds_factors`: those of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter
-    for each tile of `dq_sums` (see `first_store`), `array_claims` for each of `Order.ordered_sums`. Of `added`, gradients
-    that are not shared are stored.
+    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing, and a function where they follow
+    from sequence lengths (see `StreamedVisits.of_part`). `dropout`: that of every head, or None. `ds_factors`: those
+    of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of
+    `dq_sums` (see `first_store`), `array_claims` for each of `Order.ordered_sums`. Of `added`, gradients that are not
+    shared are stored.
     """
 
     stationary_qk: Any
@@ -38,7 +39,10 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     take = lambda count: [queue.pop(0) for _ in range(count)]
     stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta = take(6)
     arrays = tuple(take(len(plan.arrays)))
-    visit_table = None if plan.visits.known else queue.pop(0)
+    if plan.visits.from_lengths:
+        visit_table = lambda b, n: plan.arrays.with_scalars(plan.arrays.scalars(arrays, b, n))[1]
+    else:
+        visit_table = None if plan.visits.known else queue.pop(0)
     dropout = None if plan.problem.dropout is None else queue.pop(0)
     ds_factors = queue.pop(0) if plan.scales_ds else None
     dq = queue.pop(0) if plan.dq and plan.dq.start else None

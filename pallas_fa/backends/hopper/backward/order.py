@@ -118,7 +118,7 @@ class Order:
 
         Not with a bias of [T, S] (evidence: backward/stagger).
         """
-        applies = self.kind.fused and self.problem.mask is None and not self.arrays.of_kind("tile")
+        applies = self.kind.fused and self.visits.all_full and not self.arrays.of_kind("tile")
         return self.config.stagger if applies else 0
 
     @property

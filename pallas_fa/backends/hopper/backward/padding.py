@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -30,15 +31,24 @@ def zero_stationary(w: Warpgroup) -> None:
         w.barriers["wgs_meet"].wait()
 
 
-def zero_streamed(w: Warpgroup, at: TilePlace, slots: Slots) -> None:
-    """Zeroes a tile's rows past the length of their sequence, of operands of matmuls that sum over these rows."""
+def zero_streamed(w: Warpgroup, at: TilePlace, slots: Slots, *names: str) -> None:
+    """Zeroes a tile's rows past the length of their sequence, of the streamed operands `names`: "qk" and "pv".
+
+    Where elements are tested for padding, only those of operands of matmuls that sum over these rows.
+    """
     plan, c = w.plan, w.plan.config
+    if not plan.padding.streamed or not (at.is_boundary or plan.padding.by_rows):
+        return
     lengths = _lengths(w, at.n)
     length = lengths.q_lengths if plan.kind.keys_stationary else lengths.kv_lengths
-    operands = (
-        (w.streamed_qk.at[slots.qk], plan.tiles.streamed_qk, plan.kind.accumulates_qk),
-        (w.streamed_pv.at[slots.pv], plan.tiles.streamed_pv, plan.kind.accumulates_pv),
-    )
+    operands = [
+        (
+            getattr(w, f"streamed_{name}").at[getattr(slots, name)],
+            getattr(plan.tiles, f"streamed_{name}"),
+            plan.padding.by_rows or getattr(plan.kind, f"accumulates_{name}"),
+        )
+        for name in names
+    ]
 
     @pl.when(at.streamed + c.width > length)
     def _():
@@ -53,6 +63,13 @@ def zero_streamed(w: Warpgroup, at: TilePlace, slots: Slots) -> None:
         w.barriers["wgs_meet"].wait()
 
 
+def zero_keys(w: Warpgroup, x: Any, n: Any) -> Any:
+    """Returns x, [this warpgroup's keys, ..], with zeros in the rows of keys past the key length of query head n."""
+    length = _lengths(w, n).kv_lengths
+    length = w.plan.stationary if length is None else length
+    return _with_zeros(x, w.start, length)
+
+
 def _lengths(w, n):
     _, mask = w.plan.arrays.with_scalars(w.scalars(n))
     return lengths_of(mask)
@@ -63,6 +80,14 @@ def _zero_rows(smem: Any, tiles: Tiles, first: Any, length: Any) -> None:
     for chunk in range(tiles.copies):
         for column in range(0, tiles.chunk, tiles.piece):
             piece = smem.at[chunk, pl.ds(first, 64), pl.ds(column, tiles.piece)]
-            row = first + plgpu.broadcasted_iota(jnp.int32, (64, tiles.piece), 0, layout=TILE)
-            values = plgpu.load(piece, layout=TILE)
-            piece[...] = jnp.where(row < length, values, jnp.zeros((), values.dtype))
+            piece[...] = _with_zeros(plgpu.load(piece, layout=TILE), first, length)
+
+
+def _with_zeros(x: Any, first: Any, length: Any) -> Any:
+    """Returns the tile x, whose rows are the positions from `first` on, with zeros in those at and past `length`."""
+    past = first + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE) - length
+    if x.dtype.itemsize > 2:
+        return jnp.where(past < 0, x, jnp.zeros((), x.dtype))
+    # Two neighbours of a row are one register: their bits take one instruction, a selection takes them apart.
+    bits = lax.bitcast_convert_type(x, jnp.int16) & (past >> 31).astype(jnp.int16)
+    return lax.bitcast_convert_type(bits, x.dtype)

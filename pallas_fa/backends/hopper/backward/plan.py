@@ -16,7 +16,7 @@ from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.order import Order
 from pallas_fa.backends.hopper.config import BackwardConfig
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
-from pallas_fa.masks.lengths import Lengths, lengths_of
+from pallas_fa.masks.lengths import Lengths, lengths_of, without_lengths
 from pallas_fa.problem import Problem
 
 SUM_COLUMNS = 64  # of a tile's gradients of arrays that are staged at once, to be added up
@@ -46,15 +46,22 @@ def passes_with_sums(problem: Problem) -> tuple[Pass, ...] | None:
 
 
 class Padding(NamedTuple):
-    """Where there may be NaN past a sequence length.
+    """What the kernel does about positions past a sequence length, where operands may hold NaN.
 
-    `behind_mask`: behind the mask. `stationary`, `streamed`: in operands of matmuls that sum over their positions, whose
-    rows past the length must be zeroed, since 0 * NaN is NaN.
+    `stationary`, `streamed`: zeroes rows of operands of matmuls that sum over their positions, since 0 * NaN is NaN.
+
+    `by_rows`: tests no elements for padding, which takes zeros in whole rows alone. Queries past the length have P = 0 by
+    their statistics, once their operands' rows are zeros. Keys past it have rows of their own of the gradients, which are
+    zeroed at the end (`gradients`), and of dS, which are zeroed because dQ sums over them (`ds`).
+    `behind_mask`: else P and dS are zeroed element by element, in boundary tiles; there may be NaN.
     """
 
-    behind_mask: bool
-    stationary: bool
-    streamed: bool
+    behind_mask: bool = False
+    stationary: bool = False
+    streamed: bool = False
+    by_rows: bool = False
+    gradients: bool = False
+    ds: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +162,31 @@ class BackwardPlan(BackwardCore):
 
     @functools.cached_property
     def padding(self) -> Padding:
-        """Where there may be NaN."""
-        lengths = lengths_of(self.problem.mask)
+        """What is done about padding."""
+        lengths, kind = lengths_of(self.problem.mask), self.kind
         has_q, has_kv = lengths.q_lengths is not None, lengths.kv_lengths is not None
-        streamed = has_q if self.kind.keys_stationary else has_kv
-        return Padding(has_q or has_kv, stationary=self.kind.fused and has_kv, streamed=streamed)
+        if not has_q and not has_kv:
+            return Padding()
+        zeroed = dict(stationary=kind.fused and has_kv, streamed=has_q if kind.keys_stationary else has_kv)
+        if not self._has_padding_by_rows:
+            return Padding(behind_mask=True, **zeroed)
+        ragged = self.stationary % self.config.block > 0
+        return Padding(by_rows=True, gradients=has_kv, ds=kind.fused and (has_kv or ragged), **zeroed)
+
+    @property
+    def _has_padding_by_rows(self):
+        """Whether zeros in whole rows do for padding (see `Padding`).
+
+        Not where a score makes logits of it, where the query heads of a key head differ in their keys, where products read
+        operands before their rows are zeroed, and in lists of tiles, which know one mask only.
+        """
+        mask, key_lengths = self.problem.mask, lengths_of(self.problem.mask).kv_lengths
+        listed = mask is not None and mask.has_blocks
+        differ = key_lengths is not None and key_lengths.shape[1] > 1 and self.problem.group > 1
+        return self.kind.keys_stationary and not (self.scored or differ or self.chunked or listed)
+
+    def tested(self, mask: Any) -> Any:
+        return without_lengths(mask) if self.padding.by_rows else mask
 
     @functools.cached_property
     def visits(self) -> StreamedVisits:
@@ -177,6 +204,7 @@ class BackwardPlan(BackwardCore):
             tile=c.width,
             warpgroups=c.compute_wgs if can_skip else 1,
             every_tile=self._visits_every_tile,
+            padding_by_rows=self.padding.by_rows,
         )
 
     @property

@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward import chunks
+from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_streamed
 from pallas_fa.backends.hopper.backward.plan import SUM_COLUMNS
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup, on_first_part
 from pallas_fa.backends.hopper.tma import add_to_gmem, fence_async_proxy
@@ -52,6 +53,7 @@ def probabilities(
         wgmma.inner_products(s_acc, of_rows(w.stationary_qk), w.streamed_qk.at[slots.qk])
         if statistics_last:
             w.wait_for_pv(slots)
+            zero_streamed(w, at, slots, "pv")
         if statistics_last and kind.accumulates_qk:
             return wgmma.scoped(functools.partial(after_logits, s_acc), shape)
         return after_logits(s_acc, dp_acc)
@@ -95,7 +97,10 @@ def probabilities(
         scores = plan.score_gradients
         by_array = dict(zip(scores.floats, gradients, strict=True))
         new_sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
-        return p_operand, products.operand(problem, ds), new_sums, {i: by_array[i] for i in scores.added}
+        ds_operand = products.operand(problem, ds)
+        if plan.padding.ds:
+            ds_operand = tuple(zero_keys(w, part, at.n) for part in ds_operand)
+        return p_operand, ds_operand, new_sums, {i: by_array[i] for i in scores.added}
 
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 

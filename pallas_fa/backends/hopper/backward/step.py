@@ -31,10 +31,11 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     slots = w.slots(done)
     streamed_qk, streamed_pv = w.streamed_qk.at[slots.qk], w.streamed_pv.at[slots.pv]
     w.wait_for_qk(slots)
-    if not plan.statistics_last:
+    if plan.statistics_last:
+        zero_streamed(w, at, slots, "qk")
+    else:
         w.wait_for_pv(slots)
-    if plan.padding.streamed and at.is_boundary:
-        zero_streamed(w, at, slots)
+        zero_streamed(w, at, slots, "qk", "pv")
 
     p, ds, sums, gradients = probabilities(w, at, rows, slots, sums)
     if not plan.dq:
@@ -77,7 +78,7 @@ def _step_of_chunks(w, at, done, sums, accs):
     chunks.wait_for_whole_tile(w, slot)
     if plan.padding.streamed and at.is_boundary:
         w.barriers["wgs_meet"].wait()  # no warpgroup reads the tile for its logits any more
-        zero_streamed(w, at, slots)
+        zero_streamed(w, at, slots, "qk", "pv")
     for name, weights in (("pv", p), ("qk", ds)):
         of_operand = getattr(accs, name)
         if of_operand:

@@ -35,7 +35,7 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
         part = (block.number,) if plan.interpret else ()
         is_first, counter = False, None
         if dq.first_store:
-            counter = gmem.dq_claims.at[(*part, block.b, n, pl.ds(tile, 1))]
+            counter = gmem.dq_claims.at[(*part, block.b, tile, pl.ds(n, 1))]
         if dq.claims_late:
             is_stored = first_store.is_stored(counter, plan.interpret)  # asked while the tile is computed
             for wg in range(wgs):

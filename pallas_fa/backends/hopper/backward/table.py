@@ -21,6 +21,7 @@ class BackwardFacts(NamedTuple):
     group: query heads of a key head.
     masked: there is a mask.
     visit_table: it has arrays, so CTAs read from a table which tiles they visit.
+    tests_arrays: elements are tested against some of them: they are not sequence lengths alone.
     split: operands are in two parts.
     """
 
@@ -33,6 +34,7 @@ class BackwardFacts(NamedTuple):
     group: int
     masked: bool
     visit_table: bool
+    tests_arrays: bool
     split: bool
 
 
@@ -75,7 +77,7 @@ WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, **_LONG), Row(32)
 WIDE_STORE_WARPS = Table("backward/instructions-and-waits", Row(2, **_LONG), Row(1))
 STATISTICS_LAST = Table(
     "backward/instructions-and-waits",
-    Row(False, visit_table=True),
+    Row(False, tests_arrays=True),
     Row(True, group=1, masked=True),
     Row(True, group=1, length=up_to(2048)),
     Row(False),

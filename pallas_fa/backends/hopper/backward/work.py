@@ -85,23 +85,23 @@ def for_steps(plan: BackwardPlan, block: Block, visit_table: Any, step: Callable
 
     def head(n, done):
         first, last = plan.visits.of_block(visit_table, block.b, n, block.number)
-        tile_of = functools.partial(tile_of_step, plan, block, visit_table, n)
+        tile_of = functools.partial(tile_of_step, plan, block, visit_table, n, last)
         lax.fori_loop(first, last, lambda i, _: step(tile_of(i), n, done + (i - first)), None)
         return done + (last - first)
 
     return for_heads(plan, block, head)
 
 
-def tile_of_step(plan: BackwardPlan, block: Block, visit_table: Any, n: Any, tile: Any) -> Any:
+def tile_of_step(plan: BackwardPlan, block: Block, visit_table: Any, n: Any, last: Any, tile: Any) -> Any:
     """Returns the tile that the CTA visits in the place of `tile`: the one of that number in its list, if it has one.
 
-    Else tiles in an order of the CTA's own. CTAs that add to the same tile of dQ serialise; a start some tiles after the
-    neighbour's avoids it.
+    Else one of the tiles [0, `last`) in an order of the CTA's own. CTAs that add to the same tile of dQ serialise; a start
+    some tiles after the neighbour's avoids it.
     """
     if plan.visits.listed:
         return plan.visits.list_of(visit_table, block.b, n, block.number).tile(tile)
-    stagger, tiles = plan.order.stagger, plan.visits.tiles
-    return lax.rem(tile + block.number * stagger, jnp.int32(tiles)) if stagger else tile
+    stagger = plan.order.stagger
+    return lax.rem(tile + block.number * stagger, jnp.int32(last)) if stagger else tile
 
 
 def for_tiles(plan: BackwardPlan, block: Block, first: Any, last: Any, done: Any, step: Callable[..., None]) -> Any:
