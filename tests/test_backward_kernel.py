@@ -449,7 +449,8 @@ def test_head_dim_192_takes_two_passes_where_their_tiles_fit():
     case = dataclasses.replace(LOWERED, S=304, mask="causal", H=192, Hv=128)
     assert lower_backward(case) == 2
     assert lower_backward(dataclasses.replace(case, mask="segments")) == 2
-    assert lower_backward(dataclasses.replace(case, mask="dense", score="bias")) == 3
+    assert lower_backward(dataclasses.replace(case, mask="dense", score="bias")) == 2
+    assert lower_backward(dataclasses.replace(case, mask="dense", score="everything")) == 3
     assert lower_backward(case, deterministic_gradients=True) == 3
 
 
@@ -467,7 +468,8 @@ def test_every_config_lowers(gives, H, dtype, masked):
     deterministic = gives != ("dk", "dv", "dq")
     flags = dict(masked=masked, visit_table=masked, tests_arrays=masked, split=dtype == "float32")
     for config in backward_configs(BackwardFacts(gives, H, H, 4096, 4096, 10_000, group=1, **flags), GPU):
-        case = dataclasses.replace(LOWERED, H=H, Hv=H, mask="causal", dtype=dtype)
+        # Tiles of 64 queries share columns of dQ at H=64 where lengths are multiples of 8.
+        case = dataclasses.replace(LOWERED, S=304, H=H, Hv=H, mask="causal", dtype=dtype)
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (
             2 if deterministic else 1
         )

@@ -41,6 +41,7 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         masked=problem.mask is not None,
         visit_table=bool(jax.tree.leaves(problem.mask)),
         tests_arrays=bool(jax.tree.leaves(without_lengths(problem.mask))),
+        blocks=problem.mask is not None and problem.mask.has_blocks,
         split=products.parts_of(problem) > 1,
     )
     named = problem.config and problem.config.backward

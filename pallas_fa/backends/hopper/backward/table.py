@@ -23,6 +23,7 @@ class BackwardFacts(NamedTuple):
     visit_table: it has arrays, so CTAs read from a table which tiles they visit.
     tests_arrays: elements are tested against some of them: they are not sequence lengths alone.
     split: operands are in two parts.
+    blocks: it has a block mask.
     """
 
     gives: tuple[str, ...]
@@ -36,6 +37,7 @@ class BackwardFacts(NamedTuple):
     visit_table: bool
     tests_arrays: bool
     split: bool
+    blocks: bool = False
 
 
 class Choice(NamedTuple):
@@ -62,7 +64,7 @@ FIRST_STORE = Table(
     Row(True, masked=True, length=up_to(8192)),
     Row(False),
 )
-STORE_WARPS = Table("backward/dq-store-warps", Row(1, visit_table=True), Row(2))
+STORE_WARPS = Table("backward/dq-store-warps", Row(2, blocks=True), Row(1, visit_table=True), Row(2))
 STAGGER = Table("backward/stagger", Row(2, length=up_to(8192)), Row(7))
 BY_TILE = Table(
     "backward/query-heads-by-tile",
