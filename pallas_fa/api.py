@@ -82,7 +82,8 @@ def dot_product_attention(
         no bound on that side. Each may be an int array, traced as under a scan over layers: a scalar, [*B], or
         [*B, N, 1, 1] for a window per head.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
-      query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
+      query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither. Ids that JAX
+        would wrap around (64 bits without `jax_enable_x64`) raise where their values are known.
       key_value_segment_ids: int [*B, S].
       score: a `pallas_fa.scores.Score`, any other function of the logits; its arrays get gradients.
       sinks: float [N] or [*B, N] of any float dtype: one logit per query head that joins the softmax's denominator and

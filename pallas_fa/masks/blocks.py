@@ -33,6 +33,7 @@ class BlockMask(Mask):
       size: the lengths (T, S) for which `blocks` was made; None for any that have so many blocks.
       t0: the first query, counted from the start of `blocks`: 0, or in a part of a problem an int or int32 [1, 1, 1, 1].
       s0: the first key, likewise.
+      indices: (batch entries, heads) for which `blocks` was made, where `mask` depends on their index; else None.
     """
 
     blocks: Any
@@ -41,6 +42,7 @@ class BlockMask(Mask):
     size: tuple[int, int] | None = None
     t0: Any = 0
     s0: Any = 0
+    indices: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self):
         blocks = jnp.asarray(self.blocks) if isinstance(self.blocks, list) else self.blocks
@@ -65,6 +67,14 @@ class BlockMask(Mask):
                 f"the block mask was made for (T, S)={self.size}, and the call has ({dims.T}, {dims.S}). Make it for these:"
                 f" block_mask(mask, {dims.T}, {dims.S})."
             )
+        for made, size, what, name in zip(
+            self.indices, (dims.B, dims.N), ("batch entries", "query heads"), ("batch", "heads"), strict=True
+        ):
+            if made not in (None, size):
+                raise ValueError(
+                    f"the block mask was made for {made} {what}, on whose index the mask depends, and the call has {size}."
+                    f" Make it for these: block_mask(mask, {dims.T}, {dims.S}, {name}={size})."
+                )
         if self.blocks.shape[-2:] != counts:
             raise ValueError(
                 f"blocks.shape={self.blocks.shape} must end in {counts}: T={dims.T} queries in blocks of {self.block[0]} and"
