@@ -67,8 +67,8 @@ class RelativeBias(Score):
             reason = (str(e).splitlines() or [type(e).__name__])[0]
             raise (ValueError if isinstance(e, ValueError) else TypeError)(
                 f"strip={self.strip!r} failed: {reason.rstrip('.')}. It is called with the offsets s - t, int32"
-                f" {list(offset.shape)}. Where it closes over arrays on explicit mesh axes, call it before attention and pass"
-                " the values: RelativeBias(strip(jnp.arange(1 - T, S)))."
+                f" {list(offset.shape)}. Where it closes over arrays on explicit mesh axes, call it before attention, and"
+                " pass the values: RelativeBias(strip(jnp.arange(1 - T, S)))."
             ) from e
         return float_array("strip(offsets)", values)
 
