@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa.arguments import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
-from pallas_fa.operands.pytree import arrays_of
+from pallas_fa.operands.pytree import arrays_of, is_array
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -132,7 +133,9 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
 def explain_normalised(normalise: Callable[..., Any], implementation: Any, *args: Any, **kwargs: Any) -> str:
     """Returns what `explain` does, of the problem in `normalise(*args, **kwargs)`, which is (problem, operands)."""
-    arrays, rebuild = arrays_of((args, kwargs))
+    # Integers of NumPy stay what they are: their values are checked, as in the call.
+    is_checked = lambda x: isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer)
+    arrays, rebuild = arrays_of((args, kwargs), lambda x: is_array(x) and not is_checked(x))
     problems = []
 
     def record(arrays):

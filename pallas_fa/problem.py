@@ -165,7 +165,6 @@ def normalise(
     if len(dims.batch) != 1:
         q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
     sinks = checks.sinks(whole(dims), given["sinks"])
-    bound_score, bound_mask = jax.tree.map(_of_jax_dtype, (bound_score, bound_mask))
     operands = Operands(q, k, v, bound_score, bound_mask, sinks, _dropout(whole(dims), given))
     problem = Problem.of(
         operands,
@@ -185,14 +184,6 @@ def _dropout(dims: Dims, given: dict[str, Any]) -> Dropout | None:
     if rate == 0:
         return None
     return Dropout.of(checks.dropout_key(rate, given["dropout_key"]), rate, dims.B, dims.N, given["broadcast_dropout"])
-
-
-def _of_jax_dtype(x: Any) -> Any:
-    """An array of a bound mask or score; one of NumPy in the dtype that JAX has for its own.
-
-    Else a problem would tell a kernel of 64 bits that it never gets. The masks have checked that integers fit.
-    """
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) if isinstance(x, np.ndarray) else x
 
 
 def _abstract(tree: Any) -> Any:

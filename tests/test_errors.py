@@ -343,7 +343,9 @@ def test_bad_input(name):
     check(error, kind, says)
 
 
-@pytest.mark.parametrize("name", ("heads not a multiple", "integer query", "only query segment ids", "float mask"))
+@pytest.mark.parametrize(
+    "name", ("heads not a multiple", "integer query", "only query segment ids", "float mask", "segment ids of 64 bits")
+)
 def test_explain_raises_the_same(name):
     arguments, kind, says = BAD[name]
     with pytest.raises(kind) as error:

@@ -109,8 +109,7 @@ def _indices(bound, dims, known):
 
     Its arrays have a size that the call must have anyway, and may be cut to a part of it.
     """
-    dtype = lambda x: jax.dtypes.canonicalize_dtype(x.dtype)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), dtype(x)), bound)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), x.dtype), bound)
     of_entry, of_head = (size > 1 for size in _span(one, (2, 2), dims))
     for on, has, what, how in (
         (of_entry, known[0], "batch entry", "batch= to block_mask, the batch dims of the call, () for none"),

@@ -21,6 +21,8 @@ def check_ids(**ids: Any) -> None:
     for name, x in ids.items():
         offsets.check_fits(name, x, _NUMBER_THEM)
     dtypes = [jax.dtypes.canonicalize_dtype(x.dtype) for x in ids.values()]
+    if dtypes[0] == dtypes[1]:
+        return
     common = jnp.promote_types(*dtypes)
     if not all(np.can_cast(dtype, common) and jnp.issubdtype(common, jnp.integer) for dtype in dtypes):
         given = " and ".join(f"{name}.dtype={dtype}" for name, dtype in zip(ids, dtypes, strict=True))
