@@ -100,9 +100,14 @@ class Dims:
 def _of_jax_dtype(x):
     """An array of NumPy in the dtype that JAX has for its own: else a problem would tell kernels of 64 bits that never come.
 
-    Masks and scores check that integers fit.
+    Integers past it saturate, as distances and lengths may; masks and scores have checked that others fit.
     """
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) if isinstance(x, np.ndarray) else x
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
+    if dtype == x.dtype:
+        return x
+    if np.issubdtype(dtype, np.integer):
+        x = x.clip(np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return x.astype(dtype)
 
 
 def _alignment_advice(name, shape, full):
