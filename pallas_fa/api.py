@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa.arguments import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
-from pallas_fa.operands.pytree import arrays_of
+from pallas_fa.operands.pytree import arrays_of, is_array
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -82,7 +83,8 @@ def dot_product_attention(
         no bound on that side. Each may be an int array, traced as under a scan over layers: a scalar, [*B], or
         [*B, N, 1, 1] for a window per head.
       logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
-      query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
+      query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither. Ids that JAX
+        would wrap around (64 bits without `jax_enable_x64`) raise where their values are known.
       key_value_segment_ids: int [*B, S].
       score: a `pallas_fa.scores.Score`, any other function of the logits; its arrays get gradients.
       sinks: float [N] or [*B, N] of any float dtype: one logit per query head that joins the softmax's denominator and
@@ -131,7 +133,9 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
 def explain_normalised(normalise: Callable[..., Any], implementation: Any, *args: Any, **kwargs: Any) -> str:
     """Returns what `explain` does, of the problem in `normalise(*args, **kwargs)`, which is (problem, operands)."""
-    arrays, rebuild = arrays_of((args, kwargs))
+    # Integers of NumPy stay what they are: their values are checked, as in the call.
+    is_checked = lambda x: isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer)
+    arrays, rebuild = arrays_of((args, kwargs), lambda x: is_array(x) and not is_checked(x))
     problems = []
 
     def record(arrays):

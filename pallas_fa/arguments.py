@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from pallas_fa import masks, scores
 from pallas_fa.masks.band import check_side
+from pallas_fa.masks.segments import check_ids
 from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import LAYOUTS, Layout
@@ -152,17 +153,29 @@ def float_array(name: str, x: Any) -> Any:
     return x
 
 
-def scale(scale: Any, head_dim: int) -> tuple[float, scores.Score | None]:
-    """(static scale, score that scales by a traced one or None)."""
+def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | None]:
+    """(static scale, score that scales logits of inputs of `dtype` by a traced one, or None)."""
     if scale is None:
         return head_dim**-0.5, None
     if is_static_number(scale):
         if not np.isfinite(scale):
             raise ValueError(f"scale={scale} must be finite. Leave it out for 1/sqrt(head dim) = {head_dim**-0.5:.4g}.")
         return float(scale), None
-    if not is_array(scale) or scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(f"scale={scale!r} must be a float, a scalar float array, or None for 1/sqrt(head dim).")
+    rule = "must be a float, a scalar float or int array, or None for 1/sqrt(head dim)"
+    if not is_array(scale):
+        raise TypeError(f"scale={scale!r} {rule}. {'Pass 1.0 for no scale.' if isinstance(scale, bool) else _FLOAT}")
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+        raise TypeError(f"scale={scale!r} {rule}. {_FLOAT}")
+    if scale.ndim != 0:
+        one = math.prod(scale.shape) == 1
+        remedy = "Use scale.reshape(())." if one else "Pass scale=1.0, and multiply the query by it."
+        raise TypeError(f"scale={scale!r} {rule}. {remedy}")
+    if jnp.issubdtype(scale.dtype, jnp.integer):
+        scale = jnp.asarray(scale).astype(jnp.promote_types(dtype, jnp.float32))  # as a Python int
     return 1.0, scores.Custom(_times, jnp.asarray(scale))
+
+
+_FLOAT = "Convert it, e.g. with `float`, or an array with `.astype(jnp.float32)`."
 
 
 def _times(x, b, n, t, s, factor):
@@ -178,7 +191,8 @@ def bias(bias: Any) -> scores.Bias | None:
         x = x.astype(jnp.float32)  # as in jax.nn, where it is added all the same
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"bias.dtype={x.dtype} must be a float type: a bias is added to the logits. Pass a bool array as `mask=`."
+            f"bias.dtype={x.dtype} must be a float type: a bias is added to the logits. Pass a bool array as `mask=`; to"
+            " add it as 0 and 1, convert it with `.astype(jnp.float32)`."
         )
     return scores.Bias(x)
 
@@ -192,10 +206,18 @@ def _array(name, x, what, remedy="Leave it out for none."):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be {what}. Pass it as `{keyword}=`.")
         if isinstance(x, type) and issubclass(x, kind):
             raise TypeError(f"{name} is the class {x.__name__}. Make one and pass it: `{keyword}={x.__name__}(...)`.")
+    if callable(x):
+        remedy = _OF_FUNCTIONS.get(name, remedy)
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as e:
         raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. {remedy}") from e
+
+
+_OF_FUNCTIONS = {
+    "mask": "Wrap a function fn(b, n, t, s) as pallas_fa.masks.Custom(fn).",
+    "bias": "Wrap a function fn(x, b, n, t, s) as pallas_fa.scores.Custom(fn), and pass it as `score=`.",
+}
 
 
 def soft_cap(cap: Any) -> scores.SoftCap | None:
@@ -295,6 +317,7 @@ def segment_mask(dims: Dims, query_ids: Any, key_ids: Any) -> masks.Segments | N
             )
     query_ids = _int_array("query_segment_ids", query_ids, (*dims.batch, dims.T), "[*B, T]")
     key_ids = _int_array("key_value_segment_ids", key_ids, (*dims.batch, dims.S), "[*B, S]")
+    check_ids(query_segment_ids=query_ids, key_value_segment_ids=key_ids)  # an error here names the arguments
     return masks.Segments(query_ids, key_ids)
 
 
@@ -303,18 +326,30 @@ def lengths_mask(dims: Dims, query_lengths: Any, key_lengths: Any) -> masks.Leng
     if query_lengths is None and key_lengths is None:
         return None
     # Without batch dims jax.nn takes lengths [1], having added one.
-    unbatched = lambda x: jnp.reshape(x, ()) if not dims.batch and jnp.shape(x) == (1,) else x
-    pairs = (("query_seq_lengths", unbatched(query_lengths)), ("key_value_seq_lengths", unbatched(key_lengths)))
-    return masks.Lengths(*(None if x is None else _int_array(name, x, dims.batch, "[*B]") for name, x in pairs))
+    unbatched = lambda x: x.reshape(()) if not dims.batch and x.shape == (1,) else x
+    pairs = (("query_seq_lengths", query_lengths), ("key_value_seq_lengths", key_lengths))
+    return masks.Lengths(
+        *(None if x is None else _int_array(name, x, dims.batch, "[*B]", unbatched) for name, x in pairs)
+    )
 
 
-def _int_array(name, x, shape, letters):
-    x = x if is_array(x) else jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}.dtype={x.dtype} must be an integer type. Convert it with `.astype(jnp.int32)`.")
+def _int_array(name, x, shape, letters, adapt=lambda x: x):
+    x = adapt(offsets.int_array(name, x))
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}.shape={tuple(x.shape)} must be {letters} = {tuple(shape)}. Use jnp.broadcast_to.")
     return x
+
+
+def config(config: Any) -> Any:
+    """`config`, checked so far as no implementation is known that takes it."""
+    try:
+        hash(config)
+    except TypeError as e:
+        raise TypeError(
+            f"config={config!r} is a {type(config).__name__}; it must be a config of tiles, such as"
+            " pallas_fa.mosaic_gpu.config.Config(forward=...), or None for the library's tables."
+        ) from e
+    return config
 
 
 def precision(precision: Any, dtype: Any) -> Any:

@@ -174,7 +174,7 @@ def normalise(
     ]
     bound_mask = bind(all_of([m for m in found if m is not None]), whole(dims))
 
-    scale, scale_score = checks.scale(given["scale"], q.shape[-1])
+    scale, scale_score = checks.scale(given["scale"], q.shape[-1], q.dtype)
     found = [scale_score, checks.bias(bias), checks.soft_cap(given["logits_soft_cap"]), checks.score(given["score"])]
     bound_score = chain([x for x in found if x is not None])
     if bound_score is not None:
@@ -192,7 +192,7 @@ def normalise(
         deterministic_gradients=bool(given["deterministic_gradients"]),
         forward_mode=bool(given["forward_mode"]),
         layout=layout,
-        config=given["config"],
+        config=checks.config(given["config"]),
     )
     return problem, operands
 

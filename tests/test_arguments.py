@@ -95,6 +95,14 @@ def test_an_array_does_not_combine_with_a_mask(array):
         _ = masks.Causal() & masks.Window  # pyright: ignore[reportOperatorIssue]
 
 
+def test_one_length_of_queries_without_batch_dims():
+    q = X[0]
+    for lengths in ({"key_value_seq_lengths": 2}, {"key_value_seq_lengths": np.array([2])}, {"query_seq_lengths": [2]}):
+        batched = {name: np.reshape(x, 1) for name, x in lengths.items()}
+        want = pallas_fa.dot_product_attention(X[:1], X[:1], X[:1], **batched)[0]
+        np.testing.assert_array_equal(pallas_fa.dot_product_attention(q, q, q, **lengths), want)
+
+
 # ---- advice works when it is followed -----------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_fa
 from pallas_fa import masks
@@ -112,6 +113,48 @@ def test_it_travels_through_transformations(small_chunks):
     want = np.stack([many(x) for x in blocks])
     np.testing.assert_allclose(jax.vmap(many)(blocks), want, atol=2e-6)
     np.testing.assert_allclose(jax.lax.map(many, blocks), want, atol=2e-6)
+
+
+def test_made_of_arrays_on_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    prefix, q = np.arange(1, 9).reshape(4, 2, 1, 1), normal(4, 8, 2, 8)
+    rule = lambda prefix: Custom(in_prefix, prefix) | Dense(np.eye(8, dtype=bool))
+    want = block_mask(rule(prefix), 8, 8, block=4, batch=4, heads=2)
+    made = lambda prefix: block_mask(rule(prefix), 8, 8, block=4, batch=4, heads=2)
+    of_two = lambda prefix: block_mask(rule(prefix), 8, 8, block=4, batch=(2, 2), heads=2)
+    for run in (made, jax.jit(made)):
+        got = run(on(prefix, "data", "model"))
+        np.testing.assert_array_equal(got.blocks, want.blocks)
+        qkv = (on(q, "data"),) * 3
+        close(
+            pallas_fa.dot_product_attention(*qkv, mask=got), pallas_fa.dot_product_attention(q, q, q, mask=rule(prefix))
+        )
+    got = of_two(on(prefix.reshape(2, 2, 2, 1, 1), None, None, "model"))
+    np.testing.assert_array_equal(got.blocks.reshape(want.blocks.shape), want.blocks)
+
+
+def in_prefix(b, n, t, s, prefix):
+    return s < prefix
+
+
+def test_no_batch_dims():
+    """`batch=()` says so; blocks of one entry or head are for others only where the mask's rule has no index."""
+    by_entry, by_head = Custom(lambda b, n, t, s: s <= t + b), Custom(lambda b, n, t, s: s <= t + n)
+    q = normal(8, 2, 8)
+    close(
+        pallas_fa.dot_product_attention(q, q, q, mask=block_mask(by_entry, 8, 8, block=4, batch=())),
+        pallas_fa.dot_product_attention(q, q, q, mask=by_entry),
+    )
+    for made, what in (
+        (block_mask(by_entry, 8, 8, block=4, batch=1), r"made for 1 batch entries.* has 2\. .*batch=2\)"),
+        (block_mask(by_entry, 8, 8, block=4, batch=()), r"made for 1 batch entries.* has 2\. .*batch=2\)"),
+        (block_mask(by_head, 8, 8, block=4, heads=1), r"made for 1 query heads.* has 2\. .*heads=2\)"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            pallas_fa.dot_product_attention(q[None].repeat(2, 0), *(q[None].repeat(2, 0),) * 2, mask=made)
+    of_arrays = block_mask(Custom(in_prefix, np.full((1, 1, 1, 1), 5)), 8, 8, block=4, batch=1, heads=1)
+    assert pallas_fa.dot_product_attention(*(q[None].repeat(2, 0),) * 3, mask=of_arrays).shape == (2, 8, 2, 8)
 
 
 def test_second_derivatives():
@@ -265,6 +308,7 @@ WRONG = {
     "an int array": (lambda: BlockMask(np.ones((2, 4), int)), "TypeError: BlockMask takes a bool array .* `blocks != 0`"),
     "a vector": (lambda: BlockMask(np.ones(4, bool)), "TypeError: BlockMask takes a bool array"),
     "no block": (lambda: BlockMask(np.ones((2, 4), bool), 0), "ValueError: block=0 must be"),
+    "a function": (lambda: block_mask(PATTERNS["natten"], T, S), r"TypeError: .*function.*Custom\(fn\)"),
     "no mask": (lambda: block_mask(np.ones((T, S), bool), T, S), "TypeError: .*Dense"),
     "no length": (lambda: block_mask(Causal(), T, 0), "ValueError: .*S=0 must be"),
     "a query as length": (lambda: block_mask(Causal(), QKV[0], S), "ValueError: T of type .* must be an int > 0"),

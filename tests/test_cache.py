@@ -194,6 +194,7 @@ WRONG = {
     "negative window": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(-2, 0)), r"local_window_size\[0\]=-2"),
     "window of a batch": (lambda c: c.attend(QUERY, local_window_size=(np.ones(2, int), 0)), r"size\[0\].shape=\(2,\)"),
     "lengths of the cache": (lambda c: with_lengths(c, 3).append(*ROWS), r"the cache's lengths=3, but.*full_like"),
+    "lengths of 64 bits": (lambda c: with_lengths(c, np.full(B, 2**32 + 1)).append(*ROWS), "holds 4294967297.*int32"),
     "their size": (lambda c: with_lengths(c, jnp.ones((B, 1), int)).attend(QUERY), r"lengths have the shape \(3, 1\)"),
     "their dtype": (lambda c: with_lengths(c, jnp.ones(B)).attend(QUERY), "the cache's lengths.*dtype float32, but must be"),
     "a hole in lengths": (lambda c: c.append(*ROWS, [1, None, 1]), r"lengths=\[1, None, 1\] must be an int array"),

@@ -156,7 +156,7 @@ def test_explain_names_what_the_kernels_cannot_do(keywords, reason):
     ("keywords", "reason"),
     [
         ({}, "no window of ints"),
-        ({"local_window_size": np.arange(2)}, "no window of ints"),
+        ({"local_window_size": jnp.arange(2)}, "no window of ints"),  # of NumPy, these are ints, as in the call
         ({"local_window_size": (30, 0), "layout": "BNTH"}, "layout='BNTH'"),
         ({"local_window_size": (30, 0), "logits_soft_cap": 3.0}, "a score"),
         ({"local_window_size": 30, "dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "dropout"),

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa.masks import KeyIntervals, from_cu_seqlens
@@ -57,6 +59,23 @@ def test_batches_of_rows_and_windows_that_are_arrays(rng):
     np.testing.assert_array_equal(allowed(got, T, T, 6), want)
     one = bind(from_cu_seqlens(cu[0, 0], T=T), T, T)  # the same for the whole batch
     np.testing.assert_array_equal(allowed(one, T, T), allowed(bind(from_cu_seqlens(cu[:1, 0], T=T), T, T, (1,)), T, T))
+
+
+@pytest.mark.parametrize("spec", (P("data"), P("data", "model"), P()), ids=str)
+def test_cumulative_lengths_on_explicit_axes(spec):
+    """Those of queries are sharded, those of keys and the windows are not, or otherwise."""
+    cu_q, cu_k = np.array([[0, 3, 7, 10]] * 4), np.array([[0, 0, 4, 9]] * 4)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    on = lambda x, spec: jax.device_put(jnp.asarray(x), NamedSharding(mesh, spec))
+    left = np.arange(4)
+    build = lambda cu_q, cu_k, left: from_cu_seqlens(cu_q, cu_k, T=10, is_causal=True, window=(left, None))
+    want = build(cu_q, cu_k, left)
+    if "model" in spec:  # four cumulative lengths over two devices
+        cu_k = on(cu_k, P("data"))
+    for run in (build, jax.jit(build)):
+        got = run(on(cu_q, spec), cu_k, on(left, P("data")))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert jax.typeof(got.starts).sharding.spec == P(spec[0] if spec else None, None)
 
 
 def test_positions_outside_of_the_documents_attend_to_nothing():
@@ -139,7 +158,8 @@ BAD = {
     "past the end": (([0, 10],), {"T": 9}, ValueError, ("cu_q=[ 0 10]", "T=9", "query.shape[-3]")),
     "numbers of documents": (([0, 5], [0, 3, 5]), {}, ValueError, ("cu_q.shape=(2,)", "cu_k.shape=(3,)", "repeat")),
     "T of None": (([0, 5],), {"T": None}, ValueError, ("T=None", "query.shape[-3]")),
-    "negative window": (([0, 5],), {"window": (-1, 0)}, ValueError, ("window[0]=-1", "flash-attn", "None")),
+    "negative window": (([0, 5],), {"window": (-1, 0)}, ValueError, ("window[0]=-1", "None", "jnp.array(-1)")),
+    "negative right of a window": (([0, 5],), {"window": (2, -1)}, ValueError, ("window[1]=-1", "flash-attn", "None")),
     "window of one int": (([0, 5],), {"window": 3}, TypeError, ("window=3", "pair (left, right)")),
     "windows by head": (([0, 5],), {"window": (np.ones(4, int), 0)}, ValueError, ("window[0].shape=(4,)", "[*B] = ()")),
 }  # fmt: skip

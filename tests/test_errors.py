@@ -109,7 +109,8 @@ BAD = {
         ("key.dtype=complex64", "float"),
     ),
     "query of no array type": ({"query": "hello"}, TypeError, ("query", "str", "float array", "[*B,")),
-    "query of None": ({"query": None}, TypeError, ("query", "NoneType", "float array")),
+    "query of None": ({"query": None}, TypeError, ("query=None", "float array", "Pass an array")),
+    "key of None": ({"key": None}, TypeError, ("key=None", "float array", "Pass an array")),
     # mask
     "integer mask": (
         {"mask": ints(B, 1, T, S)},
@@ -133,9 +134,11 @@ BAD = {
         ValueError,
         ("mask.shape=(1, 2, 4, 5, 6)", "broadcastable", "(2, 4, 5, 6)"),
     ),
+    "function as mask": ({"mask": len}, TypeError, ("mask=<built-in", "fn(b, n, t, s)", "masks.Custom(fn)")),
     # bias
     "complex bias": ({"bias": np.ones((T, S), np.complex64)}, TypeError, ("bias.dtype=complex64", "float", "mask=")),
-    "bool bias": ({"bias": bools(T, S)}, TypeError, ("bias.dtype=bool", "float", "mask=")),
+    "bool bias": ({"bias": bools(T, S)}, TypeError, ("bias.dtype=bool", "float", "mask=", ".astype(jnp.float32)")),
+    "function as bias": ({"bias": len}, TypeError, ("bias=<built-in", "scores.Custom(fn)", "score=")),
     "bias not broadcastable": (
         {"bias": shape(N, S, T)},
         ValueError,
@@ -148,8 +151,11 @@ BAD = {
     "soft cap of NaN": ({"logits_soft_cap": math.nan}, ValueError, ("logits_soft_cap=nan", "positive", "None")),
     "traced soft cap": ({"logits_soft_cap": shape()}, TypeError, ("logits_soft_cap=", "float > 0", "scores.Custom")),
     "infinite scale": ({"scale": math.inf}, ValueError, ("scale=inf", "finite", "Leave it out", "0.3536")),
-    "scale of heads": ({"scale": shape(N)}, TypeError, ("scale=", "float32[4]", "scalar", "None")),
-    "integer scale array": ({"scale": ints()}, TypeError, ("scale=", "int32", "float")),
+    "scale of heads": ({"scale": shape(N)}, TypeError, ("scale=", "float32[4]", "scalar", "None", "multiply the query")),
+    "scale of one value": ({"scale": shape(1)}, TypeError, ("scale=", "float32[1]", "scale.reshape(())")),
+    "bool scale array": ({"scale": bools()}, TypeError, ("scale=", "bool", "Convert", "None")),
+    "scale of True": ({"scale": True}, TypeError, ("scale=True", "float", "Pass 1.0")),
+    "window of True": ({"local_window_size": (True, 0)}, TypeError, ("local_window_size[0]=True", "int", "None")),
     "negative window": ({"local_window_size": (-1, 3)}, ValueError, ("local_window_size[0]=-1", "None", "offset=")),
     "negative window of one int": ({"local_window_size": -2}, ValueError, ("local_window_size[0]=-2", "None", "offset=")),
     "window of three": ({"local_window_size": (1, 2, 3)}, TypeError, ("local_window_size=(1, 2, 3)", "pair", "None")),
@@ -212,6 +218,21 @@ BAD = {
         TypeError,
         ("query_segment_ids.dtype=float32", "integer", ".astype(jnp.int32)"),
     ),
+    "segment ids of 64 bits": (
+        {"query_segment_ids": np.full((B, T), 2**32), "key_value_segment_ids": np.zeros((B, S), int)},
+        ValueError,
+        ("query_segment_ids", "4294967296", "int64 as int32", "np.unique(ids, return_inverse=True)"),
+    ),
+    "segment ids of large Python ints": (
+        {"query_segment_ids": [[0] * T] * B, "key_value_segment_ids": [[-(2**40)] * S] * B},
+        ValueError,
+        ("key_value_segment_ids", "-1099511627776", "int32", "np.unique"),
+    ),
+    "signed and unsigned segment ids": (
+        {"query_segment_ids": ints(B, T), "key_value_segment_ids": shape(B, S, dtype=jnp.uint32)},
+        ValueError,
+        ("query_segment_ids.dtype=int32", "key_value_segment_ids.dtype=uint32", "Convert both"),
+    ),
     "sinks of key heads": (
         {"sinks": shape(K)},
         ValueError,
@@ -251,6 +272,7 @@ BAD = {
     # the rest
     "function as score": ({"score": jnp.tanh}, TypeError, ("score", "scores.Custom(fn)", "scores.Bias(array)")),
     "array as score": ({"score": np.ones((T, S))}, TypeError, ("score", "ndarray", "scores.Bias(array)")),
+    "config of a dict": ({"config": {"forward": 1}}, TypeError, ("config={'forward': 1}", "dict", "Config(", "None")),
     "unknown precision": ({"precision": "perfect"}, ValueError, ("precision='perfect'", "'highest'", "jax.lax")),
     "precision in an array": ({"precision": jnp.ones(2)}, ValueError, ("precision=", "'highest'", "jax.lax")),
     "precision of a wrong type": ({"precision": 3.5}, ValueError, ("precision=3.5", "'highest'", "jax.lax")),
@@ -321,7 +343,9 @@ def test_bad_input(name):
     check(error, kind, says)
 
 
-@pytest.mark.parametrize("name", ("heads not a multiple", "integer query", "only query segment ids", "float mask"))
+@pytest.mark.parametrize(
+    "name", ("heads not a multiple", "integer query", "only query segment ids", "float mask", "segment ids of 64 bits")
+)
 def test_explain_raises_the_same(name):
     arguments, kind, says = BAD[name]
     with pytest.raises(kind) as error:
@@ -342,6 +366,9 @@ def test_good_input_is_not_refused():
         {"logits_soft_cap": 1e-3},
         {"logits_soft_cap": 30},
         {"scale": 0},
+        {"scale": ints()},
+        {"query_segment_ids": np.full((B, T), 3), "key_value_segment_ids": shape(B, S, dtype=jnp.uint8)},
+        {"query_seq_lengths": [3, 2**40]},
         {"scale": -1.0},
         {"scale": np.float32(0.5)},
         {"is_causal": np.True_},
@@ -356,12 +383,23 @@ def test_good_input_is_not_refused():
 
 # ---- constructors ---------------------------------------------------------------------------------------------------
 
+
+class NoHash:
+    """A function with settings, as a plain dataclass is: equality, and so no hash."""
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __call__(self, *args):
+        return args[0]
+
+
 BAD_CONSTRUCTION = {
     "align": (lambda: masks.Causal("left"), ValueError, ("align='left'", "'top_left'", "'bottom_right'")),
+    "offset of True": (lambda: masks.Causal(offset=True), TypeError, ("offset=True", "int", "Pass 1")),
     "offset of half": (lambda: masks.Causal(offset=0.5), TypeError, ("offset=0.5", "int")),
     "offset of a float array": (lambda: masks.Causal(offset=np.ones(2)), TypeError, ("offset.dtype=float64", "int32")),
     "offset of infinity": (lambda: masks.Causal(offset=math.inf), TypeError, ("offset=inf", "int")),
-    "window": (lambda: masks.Window(-1), ValueError, ("left=-1", "flash-attn", "None", "offset=")),
+    "window": (lambda: masks.Window(-1), ValueError, ("left=-1", "flash-attn", "None", "offset=", "array(-1)")),
     "window of half": (lambda: masks.Window(None, 1.5), TypeError, ("right=1.5", "int", "None")),
     "window of infinity": (lambda: masks.Window(math.inf), TypeError, ("left=inf", "None")),
     "window of a pair": (lambda: masks.Window((3, 0)), TypeError, ("left=(3, 0)", "int array", "None")),
@@ -376,10 +414,24 @@ BAD_CONSTRUCTION = {
         ("q_ids.dtype=float64", "integer", ".astype(jnp.int32)"),
     ),
     "segments of None": (lambda: masks.Segments(None, np.ones((2, 3), int)), TypeError, ("q_ids", "NoneType", "int array")),
+    "segments of 64 bits": (
+        lambda: masks.Segments(np.zeros((2, 3), int), np.array([2**31, 0, 1])),
+        ValueError,
+        ("kv_ids", "2147483648", "int64 as int32", "np.unique"),
+    ),
+    "signed and unsigned segments": (
+        lambda: masks.Segments(np.zeros((2, 3), np.int8), np.zeros((2, 3), np.uint32)),
+        ValueError,
+        ("q_ids.dtype=int8", "kv_ids.dtype=uint32", "int32"),
+    ),
     "lengths of bools": (lambda: masks.Lengths(np.ones(2, bool)), TypeError, ("q_lengths.dtype=bool", "integer")),
     "dense of ints": (lambda: masks.Dense(np.ones((2, 2), int)), TypeError, ("int64", "bool array", "array != 0", "bias=")),
     "dense of a list": (lambda: masks.Dense([True]), TypeError, ("list", "bool array", "array != 0")),
     "custom of an array": (lambda: masks.Custom(np.ones(2)), TypeError, ("fn=", "function", "(b, n, t, s, *slices)")),
+    "custom of what has no hash": (lambda: masks.Custom(NoHash()), TypeError, ("fn=", "NoHash", "hash", "frozen=True")),
+    "custom arrays of 64 bits": (lambda: masks.Custom(abs, np.array([2**40])), ValueError, ("1099511627776", "np.unique")),
+    "custom ranges of a function": (lambda: masks.Custom(abs, ranges=abs), TypeError, ("ranges=", "masks.Custom(fn)")),
+    "and with a function": (lambda: operator.and_(masks.Causal(), abs), TypeError, ("Mask & builtin", "masks.Custom(fn)")),
     "custom ranges": (lambda: masks.Custom(abs, ranges=(0, 5)), TypeError, ("ranges=(0, 5)", "Mask", "Window(128, 0)")),
     "custom arrays": (lambda: masks.Custom(abs, "text"), TypeError, ("arrays", "str", "broadcastable")),
     "and with an array": (lambda: masks.Causal() & np.ones((2, 2), bool), TypeError, ("Mask &", "ndarray", "Dense(array)")),
@@ -391,6 +443,13 @@ BAD_CONSTRUCTION = {
     "slopes of ints": (lambda: scores.Alibi(np.ones(4, int)), TypeError, ("slopes.dtype=int64", "float", ".astype")),
     "bias of bools": (lambda: scores.Bias(np.ones(4, bool)), TypeError, ("array.dtype=bool", "float", ".astype")),
     "custom score": (lambda: scores.Custom(3), TypeError, ("fn=3", "function", "(x, b, n, t, s, *slices)")),
+    "custom score of what has no hash": (lambda: scores.Custom(NoHash()), TypeError, ("fn=", "NoHash", "frozen=True")),
+    "custom score of text": (lambda: scores.Custom(abs, "text"), TypeError, ("arrays", "str", "broadcastable")),
+    "strip of two": (
+        lambda: scores.RelativeBias(lambda q, k: q - k),
+        TypeError,
+        ("strip=", "signature (q, k)", "one argument", "offsets s - t", "scores.Custom(fn)"),
+    ),
     "then": (lambda: scores.SoftCap(1).then(jnp.tanh), TypeError, ("then", "Score", "scores.Custom(fn)")),
 }  # fmt: skip
 

@@ -144,6 +144,16 @@ def test_an_integer_bias_agrees():
     )
 
 
+@pytest.mark.parametrize("implementation", ("xla", "reference"))
+def test_an_integer_array_as_scale_agrees(implementation):
+    q = np.random.default_rng(1).standard_normal((B, T, N, H), np.float32)
+    for scale in (jnp.array(2), np.array(2), np.array(-1, np.int8)):
+        attend = lambda scale: pallas_fa.dot_product_attention(q, q, q, scale=scale, implementation=implementation)
+        want = jax.nn.dot_product_attention(q, q, q, scale=int(scale))
+        for got in (attend(scale), jax.jit(attend)(scale), attend(int(scale))):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_residual_agrees():
     """Ours is float32 whatever the inputs are; `jax.nn` casts it to their dtype."""
     rng = np.random.default_rng(1)

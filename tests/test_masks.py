@@ -17,6 +17,7 @@ from pallas_fa.operands.intervals import UNBOUNDED
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import normalise
 from tests.cases import MASKS, Case
+from tests.lowering import kernels
 
 B, N = 2, 2
 SIZES = ((12, 9), (7, 16), (1, 5))
@@ -336,6 +337,33 @@ def test_arrays_of_any_int_dtype_keep_their_values(dtype):
                 allowed(bind(make(np.int32(n) * np.ones(B, np.int32)), T, S), T, S)[0] for n in np.minimum(far, 1000)
             ]
             np.testing.assert_array_equal(allowed(bind(make(x), T, S), T, S), np.stack(want))
+
+
+def test_segment_ids_that_jax_can_hold_are_compared_as_they_are(rng):
+    """Wider ones raise (tests/test_errors.py); with 64-bit integers none are too wide."""
+    x = rng.standard_normal((3, 1, 4, 1, 8), np.float32)
+    attend = lambda ids, others, implementation: pallas_fa.dot_product_attention(
+        *x, query_segment_ids=ids, key_value_segment_ids=others, implementation=implementation
+    )
+    want = attend([[0, 0, 1, 1]], [[0, 0, 1, 1]], "reference")
+    for implementation in ("xla", "reference"):
+        ids = np.array([[-(2**31), -(2**31), 2**31 - 1, 2**31 - 1]])
+        np.testing.assert_allclose(attend(ids, ids, implementation), want, atol=1e-6)
+        with jax.enable_x64(True):
+            ids = np.array([[5, 5, 5 + 2**32, 5 + 2**32]])
+            np.testing.assert_allclose(attend(ids, ids, implementation), want, atol=1e-6)
+            signed, unsigned = np.array([[-1, -1, 1, 1]], np.int32), np.array([[2**32 - 1] * 2 + [1] * 2], np.uint32)
+            assert (attend(signed, unsigned, implementation)[:, :2] == 0).all()
+
+
+def test_kernels_take_arrays_of_numpy_as_jax_would_hold_them():
+    """NumPy's integers have 64 bits, its floats too; a function that is jitted may close over them."""
+    x, ids, strip = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16), np.zeros((1, 128), int), np.zeros((128, 128))
+    mask = Segments(ids, ids) & Custom(
+        lambda b, n, t, s, end: s < end, ids[:, None, :, None], ranges=BlockMask(np.eye(1) > 0)
+    )
+    attend = lambda q: pallas_fa.dot_product_attention(q, q, q, strip, mask=mask, implementation="mosaic_gpu")
+    assert kernels(attend, x) == 1
 
 
 def test_offset_shifts_both_alignments():

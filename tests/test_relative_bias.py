@@ -184,6 +184,7 @@ def test_aligned_to_the_end_the_last_query_is_at_the_last_key(T, S, lengths, sma
         (lambda offset: offset, TypeError, ["strip(offsets).dtype=int32"]),
         (lambda offset: jnp.float32(0), ValueError, ["strip.shape=()"]),
         (lambda offset: jnp.zeros((13, 4)), ValueError, ["strip.shape=(13, 4)", "Swap its last two dims"]),
+        (lambda offset: offset + jnp.zeros(3), TypeError, ["strip=<function", "int32 [13]", "before attention"]),
         (lambda offset: None, TypeError, ["strip(offsets)=None", "float array"]),
     ],
 )

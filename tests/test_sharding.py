@@ -109,6 +109,14 @@ def test_explicit_axes_outside_of_jit_and_under_vmap(arguments):
     close(jax.jit(several)(sharded), several(arguments))
 
 
+def test_values_of_numpy_arrays_are_checked_on_explicit_axes(arguments):
+    sharded = on(mesh_of(AxisType.Explicit), arguments)
+    with pytest.raises(ValueError, match="query_segment_ids holds 4294967296"):
+        attend({**sharded, "ids": np.full((B, T), 2**32)})
+    ids = np.asarray(arguments["ids"])
+    close(attend({**sharded, "ids": ids}), attend(arguments))
+
+
 def test_derivatives_of_gradients_on_explicit_axes(arguments):
     close(compile(second, sharded := on(mesh_of(AxisType.Explicit), arguments))(sharded), second(arguments))
 

@@ -61,7 +61,8 @@ class PagedCache:
           batch: B.
           pages_per_sequence: how many pages a sequence can have.
           num_pages: P.
-          page_size: rows of a page. The kernels take multiples of 16 up to 256.
+          page_size: rows of a page. Hopper's kernels take 16, 32 and multiples of 64, those by mma.sync multiples of 8;
+            others run on `xla`.
           kv_heads: K.
           head_dim: H.
           value_head_dim: Hv; None for H.

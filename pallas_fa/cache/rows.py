@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_fa.arguments import float_array
-from pallas_fa.operands.offsets import as_int32, int_array
+from pallas_fa.operands.offsets import as_int32, check_fits, int_array
 from pallas_fa.operands.pytree import as_count, is_array
 
 
@@ -69,6 +69,7 @@ def checked_lengths(lengths: Any, B: int | None = None) -> Any:
             " each sequence are there. Use dataclasses.replace(cache, lengths=jnp.full_like(cache.lengths, n)) for one"
             " number of all."
         )
+    check_fits("the cache's lengths", array, "Pass how many rows of each sequence are there.")
     return jnp.asarray(array)
 
 
@@ -121,7 +122,7 @@ def new_rows(key: Any, value: Any, lengths: Any, *, batch: int, kept: tuple[Any,
             f"lengths.shape={tuple(lengths.shape)} must be [B]={(batch,)}: how many of the T={T} rows are real in each"
             " sequence. Leave it out where all are."
         )
-    return Rows(key, value, jnp.clip(lengths.astype(jnp.int32), 0, T))
+    return Rows(key, value, jnp.clip(as_int32(lengths), 0, T))
 
 
 def place(rows: Rows, lengths: Any, dropped: Any, has_room: Any) -> Placed:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.masks.base import Mask
 from pallas_fa.operands import offsets
@@ -78,18 +79,24 @@ class Causal(Mask):
         return subtract(s_hi - 1, offsets.per_tile(self.offset)), UNBOUNDED
 
 
-def check_side(name: str, x: Any) -> Any:
-    """Returns a side of a window: an int >= 0, None for no bound, or an int array; raises for anything else."""
+_AWAY = "pass an array, jnp.array({}), or the offset= of masks.Window"
+
+
+def check_side(name: str, x: Any, away: str = _AWAY) -> Any:
+    """Returns a side of a window: an int >= 0, None for no bound, or an int array; raises for anything else.
+
+    `away` is how to have a window away from the query's own position, with the value of the side in the place of {}.
+    """
     if x is None:
         return None
-    if isinstance(x, (tuple, list)) or (is_static_number(x) and not is_static_int(x)):
+    if isinstance(x, (bool, np.bool_, tuple, list)) or (is_static_number(x) and not is_static_int(x)):
         raise TypeError(f"{name}={x!r} must be an int (keys on that side), an int array, or None (no bound).")
     if not is_static_number(x):
         return offsets.int_array(name, x)
     if x < 0:
         raise ValueError(
             f"{name}={x} must not be negative. For no bound on that side (-1 in flash-attn) pass None; for a window away"
-            " from the query's own position pass masks.Window(left, right, offset=...)."
+            f" from the query's own position {away.format(x)}."
         )
     return int(x) if x < UNBOUNDED // 2 else None
 

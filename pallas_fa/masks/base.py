@@ -31,7 +31,7 @@ from pallas_fa.operands import intervals
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.intervals import UNBOUNDED, Range
 from pallas_fa.operands.part import Part
-from pallas_fa.operands.pytree import Node
+from pallas_fa.operands.pytree import Node, is_array
 
 EVERYTHING = (-UNBOUNDED, UNBOUNDED)
 _NOTHING = (0, 0)
@@ -277,6 +277,15 @@ def parts_of[M: Mask](mask: Mask | None, kind: type[M]) -> list[M]:
     return [part for part in _parts(mask, And) if isinstance(part, kind)]
 
 
+def remedy_for(x: Any, otherwise: str) -> str:
+    """Returns how to make a mask of `x`, which is none; `otherwise` where that is not known."""
+    if isinstance(x, type) and issubclass(x, Mask):
+        return f"Make a mask of the class: {x.__name__}(...)."
+    if callable(x):
+        return "Wrap a function fn(b, n, t, s) as pallas_fa.masks.Custom(fn)."
+    return "Wrap a bool array as pallas_fa.masks.Dense(array)." if isinstance(x, list) or is_array(x) else otherwise
+
+
 def _parts(mask, kind):
     return mask.parts if isinstance(mask, kind) else (mask,)
 
@@ -286,6 +295,5 @@ def _checked_mask(x, operator):
         return x
     if isinstance(x, type) and issubclass(x, Mask):
         raise TypeError(f"a Mask {operator} the class {x.__name__}: make a mask of it, {x.__name__}(...).")
-    raise TypeError(
-        f"a Mask {operator} {type(x).__name__} has no meaning. Wrap a bool array as pallas_fa.masks.Dense(array) first."
-    )
+    wrap = "Wrap a bool array as pallas_fa.masks.Dense(array) first."
+    raise TypeError(f"a Mask {operator} {type(x).__name__} has no meaning. {remedy_for(x, wrap)}")

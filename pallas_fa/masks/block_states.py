@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from pallas_fa.masks import block_lists
-from pallas_fa.masks.base import Mask
+from pallas_fa.masks.base import Mask, remedy_for
 from pallas_fa.masks.blocks import BlockMask, block_sizes
 from pallas_fa.masks.lengths import Lengths
+from pallas_fa.operands.automatic_axes import explicit_sharding, on_automatic_axes
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.pytree import is_array, is_static_int
 
@@ -19,7 +21,7 @@ _COUNTED = {"T": "queries", "S": "keys", "batch": "batch entries", "heads": "que
 
 
 def block_mask(
-    mask: Mask, T: int, S: int, block: int | tuple[int, int] = 128, *, batch: Any = (), heads: int | None = None
+    mask: Mask, T: int, S: int, block: int | tuple[int, int] = 128, *, batch: Any = None, heads: int | None = None
 ) -> BlockMask:
     """Returns `mask` with the states of its blocks, found by evaluating it once: a mask that visits few blocks.
 
@@ -33,7 +35,7 @@ def block_mask(
       T: queries.
       S: keys.
       block: positions of a block; an int, or (q, kv).
-      batch: the batch dims of the call, an int or a tuple of them, if the mask depends on the batch entry.
+      batch: the batch dims of the call, an int or a tuple of them, () for none, if the mask depends on the batch entry.
       heads: the query heads of the call, if the mask depends on the head.
 
     Raises:
@@ -41,20 +43,41 @@ def block_mask(
       TypeError: `mask` is no `Mask`.
     """
     if not isinstance(mask, Mask):
-        raise TypeError(f"block_mask takes a Mask, got {type(mask).__name__}. Wrap a bool array as Dense(array).")
-    batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    given = ("T", T), ("S", S), *(("batch", x) for x in batch), *((("heads", heads),) if heads is not None else ())
+        raise TypeError(
+            f"block_mask takes a Mask, got {type(mask).__name__}. {remedy_for(mask, 'Pass one of pallas_fa.masks.')}"
+        )
+    entries = () if batch is None else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    given = ("T", T), ("S", S), *(("batch", x) for x in entries), *((("heads", heads),) if heads is not None else ())
     for name, size in given:
         if not is_static_int(size) or size <= 0:
             value = f" of type {type(size).__name__}" if is_array(size) else f"={size!r}"
             raise ValueError(f"{name}{value} must be an int > 0, known while tracing: the number of {_COUNTED[name]}.")
     T, S, q, kv = int(T), int(S), *block_sizes(block)
-    dims = Dims(tuple(map(int, batch)), T, S, int(heads or 1))
-    try:
-        bound = mask.bind(dims, Lengths())
-    except ValueError as e:
-        raise ValueError(f"{e} If the mask has values for each batch entry or head, pass batch= and heads=.") from None
-    entries, of_heads = _spanned(bound, dims, bool(batch), heads is not None)
+    dims, known = Dims(tuple(map(int, entries)), T, S, int(heads or 1)), (batch is not None, heads is not None)
+    indices: list[tuple[int | None, int | None]] = []
+
+    def states(mask):
+        try:
+            bound = mask.bind(dims, Lengths())
+        except ValueError as e:
+            raise ValueError(
+                f"{e} If the mask has values for each batch entry or head, pass batch= and heads=."
+            ) from None
+        indices.append(_indices(bound, dims, known))
+        return _states(bound, dims, q, kv)
+
+    sharding = explicit_sharding(*jax.tree.leaves(mask))
+    if sharding is None:
+        found, lists = states(mask)
+    else:
+        found, lists = on_automatic_axes(sharding.mesh, PartitionSpec(), states, mask)
+    return BlockMask(found, (q, kv), mask, (T, S), indices=indices[0], lists=lists)
+
+
+def _states(bound, dims, q, kv):
+    """The states of the blocks of a bound mask, int8 [*B|1, N|1, rows, columns], and their lists (see `BlockMask`)."""
+    T, S = dims.T, dims.S
+    entries, of_heads = _span(bound, (dims.B, dims.N), dims)
     rows, columns = -(-T // q), -(-S // kv)
     s = np.minimum(np.arange(columns * kv), S - 1)  # the last position stands for those past the end
 
@@ -69,9 +92,9 @@ def block_mask(
 
     states = lax.map(row, jnp.arange(entries * of_heads * rows, dtype=jnp.int32))
     lists = block_lists.of_blocks(states.reshape(entries, of_heads, rows, columns), (T, S), (q, kv))
-    lead = *(batch if entries > 1 else (1,) * len(batch)), of_heads
+    lead = *(dims.batch if entries > 1 else (1,) * len(dims.batch)), of_heads
     lists = lists and tuple(x.reshape(*lead, *x.shape[2:]) for x in lists)
-    return BlockMask(states.reshape(*lead, rows, columns), (q, kv), mask, (T, S), lists=lists)
+    return states.reshape(*lead, rows, columns), lists
 
 
 _ALONG = (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1)
@@ -85,16 +108,25 @@ def _cut(x, where):
     return x
 
 
-def _spanned(bound, dims, has_batch, has_heads):
-    """(batch entries, heads) for which a bound mask has blocks of its own; 1 where it does not depend on them."""
-    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((dims.B if has_batch else 2, 1, 1, 1),
-             (1, dims.N if has_heads else 2, 1, 1), (1, 1, dims.T, 1), (1, 1, 1, dims.S))]  # fmt: skip
+def _indices(bound, dims, known):
+    """(B, N), each None where the rule of a bound mask does not depend on the index; raises where that is not `known`.
+
+    Its arrays have a size that the call must have anyway, and may be cut to a part of it.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), x.dtype), bound)
+    of_entry, of_head = (size > 1 for size in _span(one, (2, 2), dims))
+    for on, has, what, how in (
+        (of_entry, known[0], "batch entry", "batch= to block_mask, the batch dims of the call, () for none"),
+        (of_head, known[1], "head", "heads= to block_mask, the query heads of the call"),
+    ):
+        if on and not has:
+            raise ValueError(f"the mask depends on the {what}, so its blocks do too: pass {how}.")
+    return dims.B if of_entry else None, dims.N if of_head else None
+
+
+def _span(bound, sizes, dims):
+    """(batch entries, heads) for which a bound mask has values of its own, of as many as `sizes` says; 1 for none."""
+    shapes = (sizes[0], 1, 1, 1), (1, sizes[1], 1, 1), (1, 1, dims.T, 1), (1, 1, 1, dims.S)
+    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     shape = jax.eval_shape(lambda b, n, t, s, mask: mask.allowed(b, n, t, s), *index, bound).shape
-    shape = (1,) * (4 - len(shape)) + shape
-    for size, has, name, what in ((shape[0], has_batch, "batch", "entry"), (shape[1], has_heads, "heads", "head")):
-        if size > 1 and not has:
-            raise ValueError(
-                f"the mask depends on the {'batch ' * (what == 'entry')}{what}, so its blocks do too: pass {name}= to"
-                " block_mask, as in the call."
-            )
-    return shape[:2]
+    return ((1,) * (4 - len(shape)) + shape)[:2]

@@ -35,6 +35,7 @@ class BlockMask(Mask):
       s0: the first key, likewise.
       lists: which blocks each row of blocks and each column visits, as `block_lists.of_blocks` makes them with `blocks`, so
         that kernels whose tiles divide the blocks need not; None: they are made in each call.
+      indices: (batch entries, heads) for which `blocks` was made, where `mask` depends on their index; else None.
     """
 
     blocks: Any
@@ -44,6 +45,7 @@ class BlockMask(Mask):
     t0: Any = 0
     s0: Any = 0
     lists: tuple[Any, Any] | None = None
+    indices: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self):
         blocks = jnp.asarray(self.blocks) if isinstance(self.blocks, list) else self.blocks
@@ -68,6 +70,14 @@ class BlockMask(Mask):
                 f"the block mask was made for (T, S)={self.size}, and the call has ({dims.T}, {dims.S}). Make it for these:"
                 f" block_mask(mask, {dims.T}, {dims.S})."
             )
+        for made, size, what, name in zip(
+            self.indices, (dims.B, dims.N), ("batch entries", "query heads"), ("batch", "heads"), strict=True
+        ):
+            if made not in (None, size):
+                raise ValueError(
+                    f"the block mask was made for {made} {what}, on whose index the mask depends, and the call has {size}."
+                    f" Make it for these: block_mask(mask, {dims.T}, {dims.S}, {name}={size})."
+                )
         if self.blocks.shape[-2:] != counts:
             raise ValueError(
                 f"blocks.shape={self.blocks.shape} must end in {counts}: T={dims.T} queries in blocks of {self.block[0]} and"

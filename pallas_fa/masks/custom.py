@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask
-from pallas_fa.operands import intervals, offsets
+from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask, remedy_for
+from pallas_fa.operands import custom, intervals, offsets
 from pallas_fa.operands.part import AtGlobalIndices, at_positions
-from pallas_fa.operands.pytree import is_array
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -24,6 +23,9 @@ class Custom(Mask):
     `BlockMask`. `align`: as in `Causal`, how t is counted: "bottom_right" gives the last query the position of the last
     key. Arrays are those of the call in either case.
 
+    `fn` is traced once, as by `jax.jit`: a Python number that it reads from outside keeps the value of the first call. Pass
+    what changes as an array.
+
     A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not bool.
     """
 
@@ -36,14 +38,14 @@ class Custom(Mask):
         self, fn: Callable[..., Any], *arrays: Any, ranges: Mask | None = None, align: offsets.Align = "top_left"
     ):
         offsets.check_align("Custom", align)
-        if not callable(fn):
-            raise TypeError(f"fn={fn!r} must be a function fn(b, n, t, s, *slices) -> bool.")
+        custom.check_function(fn, "fn(b, n, t, s, *slices) -> bool")
         if ranges is not None and not isinstance(ranges, Mask):
             raise TypeError(
                 f"ranges={ranges!r} must be a Mask that contains this one, such as Window(128, 0) or a BlockMask, or None."
+                f" {remedy_for(ranges, '')}".rstrip()
             )
         object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "arrays", tuple(_as_array("arrays", x) for x in arrays))
+        object.__setattr__(self, "arrays", tuple(custom.array("arrays", x) for x in arrays))
         object.__setattr__(self, "ranges", ranges)
         object.__setattr__(self, "align", align)
 
@@ -101,11 +103,3 @@ class Custom(Mask):
 
     def q_range(self, s_lo, s_hi):
         return EVERYTHING if self.ranges is None else self.ranges.q_range(s_lo, s_hi)
-
-
-def _as_array(name, x):
-    if isinstance(x, (bool, int, float, complex, list)):
-        return jnp.asarray(x)
-    if not is_array(x):
-        raise TypeError(f"{name} holds a {type(x).__name__}; it must hold arrays, broadcastable to [*B, N, T, S].")
-    return x

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import PartitionSpec
 
 from pallas_fa.masks.band import check_side
 from pallas_fa.masks.key_intervals import KeyIntervals
 from pallas_fa.operands import offsets
+from pallas_fa.operands.automatic_axes import explicit_sharding, on_automatic_axes
 from pallas_fa.operands.pytree import is_array, is_static_int
 
 
@@ -55,11 +57,13 @@ def from_cu_seqlens(
             f"cu_q.shape={cu_q.shape} and cu_k.shape={cu_k.shape} differ: each document has queries and keys. Where it has"
             " none of one, repeat the value before."
         )
-    left, right = _sides(window, is_causal, cu_q.shape[:-1])
-    of_one = lambda cu_q, cu_k, left, right: _intervals(cu_q, cu_k, left, right, T)
-    for _ in cu_q.shape[:-1]:
-        of_one = jax.vmap(of_one)
-    return KeyIntervals(*of_one(cu_q, cu_k, left, right))
+    sides = _sides(window, cu_q.shape[:-1])
+    of_all = functools.partial(_of_batch, T, is_causal)
+    sharding = explicit_sharding(cu_q, cu_k)
+    if sharding is None:
+        return KeyIntervals(*of_all(cu_q, cu_k, *sides))
+    spec = PartitionSpec(*sharding.spec[:-1], None)
+    return KeyIntervals(*on_automatic_axes(sharding.mesh, (spec, spec), of_all, cu_q, cu_k, *sides))
 
 
 def _checked(name, cu, limit):
@@ -76,19 +80,29 @@ def _checked(name, cu, limit):
     return offsets.as_int32(cu)
 
 
-def _sides(window, is_causal, batch):
-    """The sides of the window, int32 [*B] each; a side without a bound is a large number."""
+def _sides(window, batch):
+    """The sides of the window, int32 [] or [*B] each; a side without a bound is a large number."""
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window={window!r} must be a pair (left, right) of ints, int arrays or None (no bound).")
     sides = []
     for i, side in enumerate(window or (None, None)):
-        side = check_side(f"window[{i}]", side)
+        side = check_side(f"window[{i}]", side, away="pass an array, jnp.array({})")
         side = offsets.LIMIT if side is None else side
         side = offsets.as_int32(side if is_array(side) else np.asarray(side))
         if side.ndim and side.shape != batch:
             raise ValueError(f"window[{i}].shape={side.shape} must be [] or [*B] = {batch}. Use jnp.broadcast_to.")
-        sides.append(jnp.broadcast_to(jnp.clip(side, -offsets.LIMIT, offsets.LIMIT), batch))
-    return sides[0], jnp.minimum(sides[1], 0) if is_causal else sides[1]
+        sides.append(jnp.clip(side, -offsets.LIMIT, offsets.LIMIT))
+    return sides
+
+
+def _of_batch(T, is_causal, cu_q, cu_k, left, right):
+    """(starts, ends) of the queries [*B, T]."""
+    batch = cu_q.shape[:-1]
+    right = jnp.minimum(right, 0) if is_causal else right
+    of_one = lambda cu_q, cu_k, left, right: _intervals(cu_q, cu_k, left, right, T)
+    for _ in batch:
+        of_one = jax.vmap(of_one)
+    return of_one(cu_q, cu_k, jnp.broadcast_to(left, batch), jnp.broadcast_to(right, batch))
 
 
 @functools.partial(jax.jit, static_argnums=4, inline=True)

@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 _AXES = {"B": "batch", "N": "query heads", "T": "query length", "S": "key length"}
 
@@ -92,7 +94,20 @@ class Dims:
         batch, rest = x.shape[:-inner], x.shape[-inner:]
         if math.prod(batch) not in (1, self.B):  # broadcast along some batch dims only: a flat dim can't express that
             x = jnp.broadcast_to(x, self.batch + rest)
-        return x.reshape((math.prod(x.shape[:-inner]), *rest))
+        return _of_jax_dtype(x.reshape((math.prod(x.shape[:-inner]), *rest)))
+
+
+def _of_jax_dtype(x):
+    """An array of NumPy in the dtype that JAX has for its own: else a problem would tell kernels of 64 bits that never come.
+
+    Integers past it saturate, as distances and lengths may; masks and scores have checked that others fit.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
+    if dtype == x.dtype:
+        return x
+    if np.issubdtype(dtype, np.integer):
+        x = x.clip(np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return x.astype(dtype)
 
 
 def _alignment_advice(name, shape, full):

@@ -5,7 +5,9 @@ An array is [*B], or [*B, N, 1, 1] for one value per head.
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.intervals import UNBOUNDED, array_module
@@ -95,6 +97,24 @@ def as_int32(x: Any) -> Any:
     return jnp.asarray(x, jnp.int32)
 
 
+def check_fits(name: str, x: Any, remedy: str) -> None:
+    """Raises ValueError if values of a NumPy array are past its integers in JAX, which would wrap them around.
+
+    64-bit integers are of 32 bits there unless `jax_enable_x64` is set. Values that are traced are not known here.
+    """
+    if not isinstance(x, (np.ndarray, np.generic)) or not np.issubdtype(x.dtype, np.integer) or not x.size:
+        return
+    held = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+    if held.dtype == x.dtype:
+        return
+    least, most = x.min(), x.max()
+    if least < held.min or most > held.max:
+        value = least if least < held.min else most
+        raise ValueError(
+            f"{name} holds {value}, but JAX holds {x.dtype} as {held.dtype}, from {held.min} to {held.max}. {remedy}"
+        )
+
+
 def per_tile(x: Any) -> Any:
     """Returns a bound distance as [B|1, N|1, 1], which broadcasts against tiles; a scalar of a kernel as it is."""
     return x[:, :, 0] if is_array(x) and jnp.ndim(x) else x
@@ -103,10 +123,14 @@ def per_tile(x: Any) -> Any:
 def int_array(name: str, x: Any) -> Any:
     """Returns `x` as an int array; raises TypeError if it is none."""
     if not is_array(x):
+        if isinstance(x, bool):
+            raise TypeError(f"{name}={x!r} must be an int or an int array. Pass {int(x)} if that is meant.")
         if not isinstance(x, (int, list, tuple)):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array.")
         try:
             x = jnp.asarray(x)
+        except OverflowError:  # past JAX's integers: kept, for `as_int32` to saturate or `check_fits` to refuse
+            x = np.asarray(x)
         except (TypeError, ValueError) as e:
             raise TypeError(f"{name}={x!r} must be an int array, with an int in each place of it.") from e
     if not jnp.issubdtype(x.dtype, jnp.integer):

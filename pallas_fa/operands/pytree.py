@@ -41,15 +41,15 @@ def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
     return count
 
 
-def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns the arrays in a tree of arguments, and a function that rebuilds the tree around other arrays."""
+def arrays_of(tree: Any, which: Callable[[Any], bool] = is_array) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns the arrays (`which`) in a tree of arguments, and a function that rebuilds the tree around others."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
 
     def rebuild(arrays):
         arrays = iter(arrays)
-        return jax.tree.unflatten(structure, [next(arrays) if is_array(x) else x for x in leaves])
+        return jax.tree.unflatten(structure, [next(arrays) if which(x) else x for x in leaves])
 
-    return [x for x in leaves if is_array(x)], rebuild
+    return [x for x in leaves if which(x)], rebuild
 
 
 class Node:

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands import offsets
+from pallas_fa.operands import custom, offsets
 from pallas_fa.operands.part import AtGlobalIndices, at_positions
-from pallas_fa.operands.pytree import is_array
 from pallas_fa.scores.base import Score
 
 
@@ -23,6 +22,9 @@ class Custom(Score):
     in `masks.Causal`, how t is counted: "bottom_right" gives the last query the position of the last key. Arrays are those
     of the call in either case.
 
+    `fn` is traced once, as by `jax.jit`: a Python number that it reads from outside keeps the value of the first call. Pass
+    what changes as an array.
+
     A call raises ValueError while it is traced if `fn` is not elementwise, and TypeError if its result is not a float.
     """
 
@@ -32,10 +34,9 @@ class Custom(Score):
 
     def __init__(self, fn: Callable[..., Any], *arrays: Any, align: offsets.Align = "top_left"):
         offsets.check_align("Custom", align)
-        if not callable(fn):
-            raise TypeError(f"fn={fn!r} must be a function fn(x, b, n, t, s, *slices) -> x.")
+        custom.check_function(fn, "fn(x, b, n, t, s, *slices) -> x")
         object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "arrays", tuple(x if is_array(x) else jnp.asarray(x) for x in arrays))
+        object.__setattr__(self, "arrays", tuple(custom.array("arrays", x) for x in arrays))
         object.__setattr__(self, "align", align)
 
     def bind(self, dims, lengths):

@@ -1,6 +1,7 @@
 """`RelativeBias`: a bias that depends on the distance between query and key alone."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,7 +33,9 @@ class RelativeBias(Score):
 
     def __post_init__(self):
         offsets.check_align("RelativeBias", self.align)
-        if not callable(self.strip):
+        if callable(self.strip):
+            _check_signature(self.strip)
+        else:
             object.__setattr__(self, "strip", float_array("strip", self.strip))
             if self.align != "top_left":
                 raise ValueError(
@@ -57,7 +60,17 @@ class RelativeBias(Score):
 
     def _at(self, first: Any, end: Any) -> Any:
         """Returns the values at the offsets first <= s - t < end."""
-        return float_array("strip(offsets)", self.strip(jnp.arange(first, end, dtype=jnp.int32)))
+        offset = jnp.arange(first, end, dtype=jnp.int32)
+        try:
+            values = self.strip(offset)
+        except (TypeError, ValueError) as e:
+            reason = (str(e).splitlines() or [type(e).__name__])[0]
+            raise (ValueError if isinstance(e, ValueError) else TypeError)(
+                f"strip={self.strip!r} failed: {reason.rstrip('.')}. It is called with the offsets s - t, int32"
+                f" {list(offset.shape)}. Where it closes over arrays on explicit mesh axes, call it before attention, and"
+                " pass the values: RelativeBias(strip(jnp.arange(1 - T, S)))."
+            ) from e
+        return float_array("strip(offsets)", values)
 
     def counted_from_start(self, dims: Dims) -> str | None:
         return "RelativeBias" if callable(self.strip) and self.align == "top_left" else None
@@ -67,3 +80,19 @@ class RelativeBias(Score):
 
     def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
         return x + self.strip
+
+
+def _check_signature(strip):
+    """Raises TypeError unless the function `strip` takes one argument; where it has no signature, its call will tell."""
+    try:
+        signature = inspect.signature(strip)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None)
+    except TypeError as e:
+        raise TypeError(
+            f"strip={strip!r} has the signature {signature}, but is called with one argument ({e}): the offsets s - t, int32"
+            " [T + S - 1]. Pass a function of these, such as lambda offset: table[offset + longest]; for one of each logit"
+            " and its positions use scores.Custom(fn)."
+        ) from None

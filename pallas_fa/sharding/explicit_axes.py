@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from pallas_fa.operands.pytree import arrays_of
+from pallas_fa.operands.automatic_axes import explicit_sharding, on_automatic_axes
 
 
 def with_automatic_axes[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P, tuple[Any, Any]]:
@@ -19,22 +19,14 @@ def with_automatic_axes[**P](attend: Callable[P, tuple[Any, Any]]) -> Callable[P
 
     @functools.wraps(attend)
     def run(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
-        query: Any = args[0]
-        if not isinstance(query, jax.Array) or AxisType.Explicit not in jax.typeof(query).sharding.mesh.axis_types:
+        sharding = explicit_sharding(args[0])
+        if sharding is None:
             return attend(*args, **kwargs)
-        arrays, rebuild = arrays_of((args, kwargs))
-        sharding: Any = jax.typeof(query).sharding
         *batch, first, second, _ = sharding.spec
         rows = (first, second) if kwargs.get("layout") != "BNTH" else (second, first)
-        specs = (*batch, first, second, None), (*batch, *rows)
-        out, lse = (NamedSharding(sharding.mesh, PartitionSpec(*spec)) for spec in specs)
-
-        def automatic(*arrays: Any) -> Any:
-            args, kwargs = rebuild(arrays)
-            return attend(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-
-        in_automatic: Any = jax.sharding.auto_axes(automatic, out_sharding=(out, lse))
-        return in_automatic(*arrays)
+        specs = PartitionSpec(*batch, first, second, None), PartitionSpec(*batch, *rows)
+        on_all = lambda args, kwargs: attend(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return on_automatic_axes(sharding.mesh, specs, on_all, args, kwargs)
 
     return run
 
