@@ -116,19 +116,20 @@ class Load:
         plan, block = self.plan, self.block
         if not plan.array_tiles:
             return
-        pl.when(done > 0)(lambda: plgpu.barrier_wait(self.scratch["array_tiles_free"]))
+        slot = lax.rem(done, jnp.int32(plan.array_slots))
+        pl.when(done >= plan.array_slots)(lambda: plgpu.barrier_wait(self.scratch["array_tiles_free"].at[slot]))
         for a in plan.array_tiles:
-            array, smem = plan.arrays[a], self.scratch[f"array{a}_smem"]
+            array, smem = plan.arrays[a], self.scratch[f"array{a}_smem"].at[slot]
             for wg in range(plan.config.row_groups):
                 place = array.place(pl.ds(block.start + wg * 64, 64), streamed)
                 source = self.gmem.arrays[a].at[(*array.index(block.b, n), *place)]
-                _copy(source, smem.at[wg], self.scratch["array_tiles_ready"])
+                _copy(source, smem.at[wg], self.scratch["array_tiles_ready"].at[slot])
 
 
 def drain(plan: BackwardPlan, steps: Any, scratch: dict[str, Any]) -> None:
     """Waits until all slots of the rings are free: each completed phase of a barrier is to be waited for."""
-    if plan.array_tiles:
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(scratch["array_tiles_free"]))
+    for slot in range(plan.array_slots if plan.array_tiles else 0):
+        pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(scratch["array_tiles_free"].at[slot]))
     free = barriers(plan, scratch)
     for name, slots in zip(("qk", "pv"), plan.slots, strict=True):
         chunks_of = getattr(plan.tiles, f"streamed_{name}").chunks

@@ -39,6 +39,10 @@ def probabilities(
             return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_COLUMN), shape, [1])
         return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_ROW), shape, [0])
 
+    # Under a mask, a wait between matmuls makes ptxas serialise them (C7512).
+    whole_step, waits_first = plan.array_slots > 1, problem.mask is not None
+    if waits_first:
+        w.wait_for_array_tiles(slots)
     statistics_last, of_rows = plan.statistics_last, lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
 
     def body(s_acc, dp_acc: Any = None):
@@ -67,9 +71,11 @@ def probabilities(
     def after_products(s_acc, dp_acc: Any, issued):
         kept = at.kept(plan)
         s = wgmma.result(s_acc, in_flight=issued)
-        w.wait_for_array_tiles()
-        tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots.qk))
-        w.release_array_tiles()
+        if not waits_first:
+            w.wait_for_array_tiles(slots)
+        tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots))
+        if not whole_step:
+            w.release_array_tiles(slots)
         if plan.scored:
             y, factor = tile.scores(s, scale)
             if plan.in_base_2:
@@ -84,6 +90,8 @@ def probabilities(
         kept_p = p if kept is None else kept.select(p)
         p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
+            if whole_step:
+                w.release_array_tiles(slots)
             return p_operand, None, sums, {}
         # Gradients are linear in that of the scores: all but the last factor is known before dP.
         weights = tile.pullback(s, p, scale) if kept is None else None
@@ -94,6 +102,8 @@ def probabilities(
             dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
             found = [weight * dp for weight in weights]
         ds, *gradients = tile.without_nan(found, plan.padding.behind_mask or plan.scored)
+        if whole_step:
+            w.release_array_tiles(slots)
         scores = plan.score_gradients
         by_array = dict(zip(scores.floats, gradients, strict=True))
         new_sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
@@ -153,10 +163,10 @@ def _store(w, at, by_array):
         plgpu.copy_smem_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target)
 
 
-def _array(w, i, slot):
-    """The part of array i in a tile of this warpgroup, from slot `slot` of its ring."""
+def _array(w, i, slots):
+    """The part of array i in a tile of this warpgroup, from its slot."""
     array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"]
-    smem = smem.at[w.row_group if array.kind == "tile" else slot]
+    smem = smem.at[slots.arrays, w.row_group] if array.kind == "tile" else smem.at[slots.qk]
     if array.kind == "column":
         smem = smem.at[pl.ds(w.row_group * 64, 64)]
     return array.load(smem, (64, w.plan.config.width), TILE)

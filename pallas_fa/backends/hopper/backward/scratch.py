@@ -69,10 +69,11 @@ def _parties(plan):
 
 def _arrays(plan):
     c, tiles = plan.config, len(plan.array_tiles)
-    lead = lambda array: (c.row_groups,) if array.kind == "tile" else (c.stages[0],)
+    lead = lambda array: (plan.array_slots, c.row_groups) if array.kind == "tile" else (c.stages[0],)
     rows = lambda array: 64 if array.kind == "tile" else c.block
     barrier = {"array_tiles_ready": c.row_groups * tiles, "array_tiles_free": c.compute_wgs} if tiles else {}
-    return {name: plgpu.Barrier(num_arrivals=arrivals) for name, arrivals in barrier.items()} | {
+    slots = dict(num_barriers=plan.array_slots)
+    return {name: plgpu.Barrier(num_arrivals=arrivals, **slots) for name, arrivals in barrier.items()} | {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
         for i, array in enumerate(plan.arrays)
         if i in plan.arrays.in_smem

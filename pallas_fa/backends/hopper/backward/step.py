@@ -71,7 +71,7 @@ def _step_of_chunks(w, at, done, sums, accs):
     plan, wgmma = w.plan, w.wgmma
     again = lambda x: opaque(jnp.int32(x), plan.interpret)
     slot = again(lax.rem(done, jnp.int32(plan.config.stages[0])))
-    rows, slots = pl.ds(again(w.row_group) * 64, 64), Slots(slot, slot)
+    rows, slots = pl.ds(again(w.row_group) * 64, 64), Slots(slot, slot, 0)
     if "beside_ready" in w.scratch:
         plgpu.barrier_wait(w.scratch["beside_ready"].at[slot])
     p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done)
@@ -96,8 +96,8 @@ def skip(w: Warpgroup, done: Any) -> None:
     slots = w.slots(done)
     w.wait_for_qk(slots)
     w.wait_for_pv(slots)
-    w.wait_for_array_tiles()
-    w.release_array_tiles()
+    w.wait_for_array_tiles(slots)
+    w.release_array_tiles(slots)
     if plan.dq:
         wg = opaque(w.wg, plan.interpret)
         ds_smem = _ds_smem(w, done)

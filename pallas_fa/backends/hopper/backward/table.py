@@ -90,6 +90,7 @@ PERSISTENT = Table(
     "backward/persistent-ctas",
     Row(True, length=up_to(64), queries=up_to(128)),
     Row(True, length=up_to(640), queries=up_to(640), masked=False),
+    Row(True, "backward/padding-by-rows", length=up_to(640), queries=up_to(640), visit_table=True, tests_arrays=False),
     Row(False),
 )
 
@@ -107,8 +108,8 @@ def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
 # With less memory for tiles of arrays and their gradients (evidence: backward/bias-gradient).
 _WIDE_FUSED = (
     *_wide(32),
-    BackwardConfig(2, 128, ds_stages=1, store_warps=1),
     BackwardConfig(2, 64, store_warps=1),
+    BackwardConfig(2, 128, ds_stages=1, store_warps=1),
 )
 _WIDE_OTHERS = BackwardConfig(2, 128, (2, 1), 1, l2_head_group=32, store_warps=1), *_SMALL
 _NARROW = Choice(

@@ -17,10 +17,11 @@ from pallas_fa.backends.hopper.wgmma import Wgmma
 
 
 class Slots(NamedTuple):
-    """The slots of one tile in the two rings of streamed operands."""
+    """The slots of one tile in the two rings of streamed operands, and in that of tiles of arrays."""
 
     qk: Any
     pv: Any
+    arrays: Any
 
 
 class Accumulators(NamedTuple):
@@ -67,7 +68,8 @@ class Warpgroup:
 
     def slots(self, done: Any) -> Slots:
         """Returns the slots of the tile of step `done`."""
-        return Slots(*(lax.rem(done, jnp.int32(stages)) for stages in self.plan.config.stages))
+        counts = *self.plan.config.stages, self.plan.array_slots
+        return Slots(*(lax.rem(done, jnp.int32(count)) for count in counts))
 
     def wait_for_qk(self, slots: Slots) -> None:
         """Waits for the tile of `streamed_qk`, its row statistics and arrays."""
@@ -85,16 +87,16 @@ class Warpgroup:
         """Says that this warpgroup reads the tile of `streamed_pv` no more."""
         self.barriers["streamed_pv_free"].arrive(slots.pv)
 
-    def wait_for_array_tiles(self) -> None:
+    def wait_for_array_tiles(self, slots: Slots) -> None:
         """Waits for the step's tiles of arrays."""
         if self.plan.array_tiles:
-            plgpu.barrier_wait(self.scratch["array_tiles_ready"])
+            plgpu.barrier_wait(self.scratch["array_tiles_ready"].at[slots.arrays])
 
-    def release_array_tiles(self) -> None:
+    def release_array_tiles(self, slots: Slots) -> None:
         """Says that this warpgroup has them in registers."""
         if self.plan.array_tiles:
             plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
-            plgpu.barrier_arrive(self.scratch["array_tiles_free"])
+            plgpu.barrier_arrive(self.scratch["array_tiles_free"].at[slots.arrays])
 
     def words(self, n: Any, tile: Any) -> dict[int, Any]:
         """Returns the arrays that have a word for each tile, by number."""
