@@ -454,6 +454,14 @@ def test_head_dim_192_takes_two_passes_where_their_tiles_fit():
     assert lower_backward(case, deterministic_gradients=True) == 3
 
 
+@pytest.mark.parametrize(("T", "S"), [(108, 256), (333, 517), (104, 108)])
+@pytest.mark.parametrize(("score", "batch"), [("bias", (2,)), ("bias_shared", (2,)), ("bias", ())])
+@pytest.mark.parametrize("H", [64, 128])
+def test_lengths_that_are_no_multiples_of_8_lower_with_a_bias(H, T, S, score, batch):
+    """TMA stores rows in eights, and tiles of 64 columns that it copies in chunks can't be halved."""
+    assert lower_backward(dataclasses.replace(LOWERED, T=T, S=S, H=H, Hv=H, score=score, batch=batch)) == 1
+
+
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 7), (799, 3), (239, 1), (1023, 1024)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_length_lowers(T, S, dtype):

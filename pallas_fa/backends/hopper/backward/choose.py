@@ -10,7 +10,7 @@ from pallas_fa.backends.hopper.backward.dq import can_share_dq
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes, passes_with_sums
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
-from pallas_fa.masks.lengths import without_lengths
+from pallas_fa.masks.lengths import Lengths, without_lengths
 from pallas_fa.problem import Problem
 
 
@@ -42,6 +42,7 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         visit_table=bool(jax.tree.leaves(problem.mask)),
         tests_arrays=bool(jax.tree.leaves(without_lengths(problem.mask))),
         blocks=problem.mask is not None and problem.mask.has_blocks,
+        only_lengths=isinstance(problem.mask, Lengths),
         split=products.parts_of(problem) > 1,
     )
     named = problem.config and problem.config.backward
@@ -49,4 +50,4 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
     plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
     if len(kind.gives) > 1:
         plans = [p for p in plans if not p.chunked]
-    return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk)]
+    return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk, p.tiles.streamed_qk)]

@@ -100,10 +100,11 @@ class DqSums:
         return (self.key_blocks, *shape) if self.interpret else shape
 
 
-def can_share_dq(config: BackwardConfig, keys: Tiles) -> bool:
+def can_share_dq(config: BackwardConfig, keys: Tiles, queries: Tiles) -> bool:
     """Returns whether the warpgroups can share a tile of dQ = dS K, 64 rows for each: by rows, or by columns.
 
-    `keys`: how a tile of keys lies in memory. Of three chunks of 64 columns no warpgroup could take half.
+    `keys`, `queries`: how their tiles lie in memory. Of an odd number of chunks of 64 columns no warpgroup could take half.
     """
-    halves = keys.padded_dim in (96, 128) or (keys.padded_dim in (64, 192) and keys.whole)
+    whole = keys.whole and queries.whole
+    halves = keys.padded_dim in (96, 128) or (keys.padded_dim in (64, 192) and whole)
     return config.width == config.block or (config.width == 64 and halves and config.compute_wgs == 2)

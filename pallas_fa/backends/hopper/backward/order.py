@@ -74,12 +74,14 @@ class Order:
     def is_stored(self, i: int) -> bool:
         """Whether the tiles of the gradient of array i are stored as they are, turned and rounded once.
 
-        No two CTAs have anything for the same tile then. With float16's factors of dS, sums stay float32.
+        No two CTAs have anything for the same tile then. TMA stores rows in eights. With float16's factors of dS, sums stay
+        float32.
         """
         array, dims = self.arrays[i], self.problem.dims
         is_shared = (dims.B > 1 and not array.batched) or (dims.N > 1 and not array.per_head)
         scales_ds = self.problem.dtype == jnp.float16
-        return i in self.score_gradients.added and array.turned and not is_shared and not scales_ds
+        in_eights = dims.T % 8 == 0
+        return i in self.score_gradients.added and array.turned and in_eights and not is_shared and not scales_ds
 
     @property
     def persistent(self) -> bool:

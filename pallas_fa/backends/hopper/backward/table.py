@@ -24,6 +24,7 @@ class BackwardFacts(NamedTuple):
     tests_arrays: elements are tested against some of them: they are not sequence lengths alone.
     split: operands are in two parts.
     blocks: it has a block mask.
+    only_lengths: it is sequence lengths alone.
     """
 
     gives: tuple[str, ...]
@@ -38,6 +39,7 @@ class BackwardFacts(NamedTuple):
     tests_arrays: bool
     split: bool
     blocks: bool = False
+    only_lengths: bool = False
 
 
 class Choice(NamedTuple):
@@ -90,7 +92,7 @@ PERSISTENT = Table(
     "backward/persistent-ctas",
     Row(True, length=up_to(64), queries=up_to(128)),
     Row(True, length=up_to(640), queries=up_to(640), masked=False),
-    Row(True, "backward/padding-by-rows", length=up_to(640), queries=up_to(640), visit_table=True, tests_arrays=False),
+    Row(True, "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
     Row(False),
 )
 
