@@ -67,7 +67,12 @@ FIRST_STORE = Table(
     Row(False),
 )
 STORE_WARPS = Table("backward/dq-store-warps", Row(2, blocks=True), Row(1, visit_table=True), Row(2))
-STAGGER = Table("backward/stagger", Row(2, length=up_to(8192)), Row(7))
+STAGGER = Table(
+    "backward/stagger",
+    Row(0, "backward/padding-by-rows", visit_table=True),
+    Row(2, length=up_to(8192)),
+    Row(7),
+)
 BY_TILE = Table(
     "backward/query-heads-by-tile",
     Row(True, group=at_least(8)),
