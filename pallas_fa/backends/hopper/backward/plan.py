@@ -234,12 +234,15 @@ class BackwardPlan(BackwardCore):
 
     @property
     def array_tiles(self) -> tuple[int, ...]:
-        """The numbers of the arrays whose tiles are loaded step by step, into a ring of their own, free again before P."""
+        """The numbers of the arrays whose tiles are loaded step by step, into a ring of their own."""
         return self.arrays.of_kind("tile")
 
     @property
     def array_slots(self) -> int:
-        """Slots of that ring. One for biases, beside which memory is short (evidence: backward/bias-gradient)."""
+        """Slots of that ring. One for biases, beside which memory is short: it is free again before P is computed.
+
+        Evidence: backward/bias-gradient.
+        """
         is_byte = all(self.arrays[i].stored_dtype.itemsize == 1 for i in self.array_tiles)
         return 2 if is_byte and not self.chunked else 1
 
