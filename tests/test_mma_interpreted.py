@@ -46,8 +46,9 @@ def test_padding_may_hold_nan():
 
 
 BACKWARD_TILES = BackwardConfig(2, 64, 32), BackwardConfig(1, 128, 32, stages=1), BackwardConfig(1, 64, 64)
+# Head dims past 256 have the tiles of the table: those above need more shared memory there than there is.
 BACKWARD_CASES = {
-    name: (case, {**keywords, "config": Config(backward=BACKWARD_TILES[i % 3])})
+    name: (case, keywords if case.H > 256 else {**keywords, "config": Config(backward=BACKWARD_TILES[i % 3])})
     for i, (name, (case, keywords)) in enumerate(of_hopper_backward.CASES.items())
 }
 
