@@ -124,3 +124,19 @@ def test_vmap_of_grad_of_grad(rng):
 
     want = jnp.stack([jax.jit(second)(x) for x in q])
     np.testing.assert_allclose(jax.jit(jax.vmap(second))(q), want, atol=1e-5 * np.abs(want).max())
+
+
+def test_grad_of_vmap_of_grad(rng):
+    """Mapped over values alone, on which their own gradient does not depend."""
+    q, k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 3, 2, 4), (1, 3, 1, 4)))
+    values = jnp.stack([k, 2 * k])
+
+    def loss(q, k, v):
+        attend = lambda *args: jnp.sum(pallas_fa.dot_product_attention(*args, is_causal=True, implementation="xla"))
+        return sum(jnp.sum(jnp.sin(d)) for d in jax.grad(attend, (0, 1, 2))(q, k, v))
+
+    total = lambda q, k: jnp.sum(jax.vmap(lambda v: loss(q, k, v))(values))
+    got = jax.jit(jax.grad(total, (0, 1)))(q, k)
+    want = jax.jit(jax.grad(lambda q, k: loss(q, k, values[0]) + loss(q, k, values[1]), (0, 1)))(q, k)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())

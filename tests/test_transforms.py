@@ -144,18 +144,20 @@ def test_vmap_of_the_reference(rng):
     close(got, jax.tree.map(lambda *x: jnp.stack(x), results(base), results(other)))
 
 
-def test_gradients_through_vmap_sum_over_shared_arguments(rng):
+@pytest.mark.parametrize("name", ["query", "value", "dropout_key"])
+def test_gradients_through_vmap_sum_over_shared_arguments(name, rng):
+    """Also where lse does not depend on what is mapped."""
     base = arguments(rng)
-    queries = jnp.stack([base["query"], 2 * base["query"]])
+    mapped = jnp.stack([base[name], 2 * base[name]])
 
-    def total(shared, queries):
-        one = lambda query: loss("xla", {**shared, "query": query}, rest)
-        return jnp.sum(jax.vmap(one)(queries))
+    def total(shared, mapped):
+        one = lambda x: loss("xla", {**shared, name: x}, {n: x for n, x in rest.items() if n != name})
+        return jnp.sum(jax.vmap(one)(mapped))
 
-    shared = {n: base[n] for n in FLOATS if n != "query"}
+    shared = {n: base[n] for n in FLOATS if n != name}
     rest = {n: x for n, x in base.items() if n not in FLOATS}
-    got = jax.jit(jax.grad(total))(shared, queries)
-    each = [results_of("xla")({**base, "query": q})[1] for q in queries]
+    got = jax.jit(jax.grad(total))(shared, mapped)
+    each = [results_of("xla")({**base, name: x})[1] for x in mapped]
     close(got, {n: each[0][n] + each[1][n] for n in shared})
 
 

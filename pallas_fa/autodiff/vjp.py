@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
@@ -29,7 +30,8 @@ def attention(rules: Rules, operands: Operands) -> tuple[Any, Any]:
 
 @_with_rules
 def _attention(rules: Rules, operands: Operands) -> tuple[Any, Any]:
-    return varying.without_checks(rules.forward, operands)
+    out, lse = varying.without_checks(rules.forward, operands)
+    return out, _batched_as(out, lse)
 
 
 def _forward_rule(rules, primals):
@@ -52,7 +54,17 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @_with_rules
 def _gradients(rules, residuals, d_out, d_lse):
-    return varying.without_checks(rules.backward, residuals, d_out, d_lse)
+    d_q, d_k, d_v, *rest = varying.without_checks(rules.backward, residuals, d_out, d_lse)
+    return d_q, d_k, _batched_as(d_q, d_v), *rest
+
+
+def _batched_as(other, x):
+    """Returns `x`, which `vmap` then batches wherever it batches `other`; both are results of one custom_vjp function.
+
+    lse does not depend on v, nor d_v on v and d_lse. Under `vmap` over these alone it would not be batched, and JAX (0.11)
+    would give its cotangent, already the sum over the batch, to the backward of each entry: counted once too often for each.
+    """
+    return x + jnp.sum(lax.slice_in_dim(other, 0, 0, axis=-1), dtype=x.dtype)  # the sum of no elements, which XLA removes
 
 
 def _gradients_forward(rules, residuals, d_out, d_lse):
