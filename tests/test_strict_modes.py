@@ -27,6 +27,7 @@ CALLS = {
     "bottom right": {"mask": masks.Causal(align="bottom_right"), "key_value_seq_lengths": LENGTHS},
     "documents": {"is_causal": True, "query_segment_ids": IDS, "key_value_segment_ids": IDS},
     "window or prefix": {"mask": masks.Window(3, 0) | masks.Lengths(kv_lengths=LENGTHS)},
+    "blocks": {"mask": masks.BlockMask(np.tri(4, dtype=np.bool_), 4), "key_value_seq_lengths": LENGTHS},
     "bias": {"bias": BIAS, "logits_soft_cap": 20.0},
     "relative bias": {"score": scores.RelativeBias(np.linspace(-1, 1, 4 * 31, dtype=np.float32).reshape(4, 31))},
     "ALiBi": {"score": scores.Alibi(np.float32([0.5, 0.25, 0.125, 0.0625]), offset=LENGTHS)},

@@ -21,6 +21,7 @@ tile is too many: `tile_states(queries, keys)`. `kv_range` and the others then a
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -80,9 +81,10 @@ class Mask(Node):
             for question in (self.kv_range, self.full_kv_range)
         )
         start, end = keys
-        less = lambda a, b: operator.le(*intervals.with_equal_ranks(a, b))
-        some = less(lo, end - 1) & less(start + 1, hi)
-        every = less(full_lo, start) & less(end, full_hi)
+        of_equal_ranks = lambda operation, a, b: operation(*intervals.with_equal_ranks(a, b))
+        less_equal, both = (functools.partial(of_equal_ranks, x) for x in (operator.le, operator.and_))
+        some = both(less_equal(lo, end - 1), less_equal(start + 1, hi))
+        every = both(less_equal(full_lo, start), less_equal(end, full_hi))
         states = intervals.where(every, FULL, intervals.where(some, BOUNDARY, EMPTY)).astype(np.int8)
         return states.reshape((1,) * (4 - states.ndim) + states.shape)
 
