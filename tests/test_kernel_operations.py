@@ -163,6 +163,13 @@ def test_rewritten_operations_lower(name):
     lower(*functions)
 
 
+@pytest.mark.parametrize("fn", (jnp.remainder, jnp.floor_divide), ids=("remainder", "floor_divide"))
+def test_gradients_of_floored_divisions_to_both_operands_lower(fn):
+    """The derivative is traced under the name of the function, with more arguments."""
+    tile = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    assert elementwise.why_not(lambda x, y: jax.vjp(fn, x, y)[1](x), tile, tile) is None
+
+
 @pytest.mark.parametrize("dtype", ("int32", "uint32"))
 @pytest.mark.parametrize("y", (1, 8, 2**30, 6))
 def test_floored_divisions_by_powers_of_two_are_one_operation(dtype, y):

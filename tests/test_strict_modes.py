@@ -27,6 +27,12 @@ CALLS = {
     "bottom right": {"mask": masks.Causal(align="bottom_right"), "key_value_seq_lengths": LENGTHS},
     "documents": {"is_causal": True, "query_segment_ids": IDS, "key_value_segment_ids": IDS},
     "window or prefix": {"mask": masks.Window(3, 0) | masks.Lengths(kv_lengths=LENGTHS)},
+    "lengths of one side": {
+        "is_causal": True,
+        "query_seq_lengths": LENGTHS,
+        "mask": masks.Window(LENGTHS, None) | masks.Window(None, LENGTHS),
+        "score": scores.RelativeBias(lambda offset: jnp.cos(offset), align="bottom_right"),
+    },
     "blocks": {"mask": masks.BlockMask(np.tri(4, dtype=np.bool_), 4), "key_value_seq_lengths": LENGTHS},
     "bias": {"bias": BIAS, "logits_soft_cap": 20.0},
     "relative bias": {"score": scores.RelativeBias(np.linspace(-1, 1, 4 * 31, dtype=np.float32).reshape(4, 31))},
@@ -59,6 +65,7 @@ def test_kernels_lower():
     """Under both rules of promotion at once. Not while checking leaks: Pallas's own run_state holds its tracers."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     mask = masks.Window(3, 2, offset=LENGTHS) & masks.Causal(offset=LENGTHS) | masks.Causal(align="bottom_right")
+    mask |= masks.Window(LENGTHS, None)
     lengths = {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
     with MODES["rank promotion"](), MODES["dtype promotion"]():
         assert kernels(lambda x: with_gradient(x, mask=mask, **lengths), x) == 2

@@ -238,17 +238,19 @@ class Or(_Composed):
             result = result | part.allowed(b, n, t, s)
         return result
 
+    def _answers(self, question, lo, hi):
+        return [intervals.with_equal_ranks(*getattr(part, question)(lo, hi)) for part in self.parts]
+
     def _union_hull(self, question, lo, hi):
-        answers = [getattr(part, question)(lo, hi) for part in self.parts]
+        answers = self._answers(question, lo, hi)
         # An empty range must not widen the hull.
         starts = [intervals.where(a < b, a, UNBOUNDED) for a, b in answers]
         ends = [intervals.where(a < b, b, -UNBOUNDED) for a, b in answers]
         return intervals.minimum(*starts), intervals.maximum(*ends)
 
     def _longest(self, question, lo, hi):
-        best_lo, best_hi = getattr(self.parts[0], question)(lo, hi)
-        for part in self.parts[1:]:
-            a, b = getattr(part, question)(lo, hi)
+        (best_lo, best_hi), *others = self._answers(question, lo, hi)
+        for a, b in others:
             # Half the length: that of (-UNBOUNDED, UNBOUNDED) exceeds int32.
             length, best = intervals.with_equal_ranks(b // 2 - a // 2, best_hi // 2 - best_lo // 2)
             longer = length > best

@@ -53,7 +53,7 @@ class RelativeBias(Score):
         # Sequences start at different positions: each reads its part of the values of all offsets that there may be.
         every = Dims(dims.batch, dims.T + dims.S, dims.T + dims.S, dims.N)
         values = every.diagonal("strip", self._at(1 - every.T, every.S))
-        index = jnp.arange(dims.T + dims.S - 1, dtype=jnp.int32) + dims.S - start[..., 0]
+        index = jnp.arange(dims.T + dims.S - 1, dtype=jnp.int32)[None, None] + dims.S - start[..., 0]
         leading = jnp.broadcast_shapes(values.shape[:2], index.shape[:2])
         values, index = (jnp.broadcast_to(x, (*leading, x.shape[2])) for x in (values, index))
         return RelativeBias(jnp.take_along_axis(values, index, axis=2, mode="clip"))

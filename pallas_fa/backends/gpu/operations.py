@@ -91,11 +91,11 @@ def by_power_of_two(name: str, program: Any, inputs: Any) -> Callable[[Any], Any
     The operations that jnp makes of them are so many that a kernel may spill registers (evidence: forward/visit-lists).
 
     Args:
-      name: of the function that was traced.
+      name: of the function that was traced; its derivatives have the same name, and more arguments.
       program: its jaxpr.
       inputs: its arguments.
     """
-    if name not in _FLOORED or str(program) != _traced(name, tuple(program.in_avals)):
+    if name not in _FLOORED or len(inputs) != 2 or str(program) != _traced(name, tuple(program.in_avals)):
         return None
     y, x_dtype, dtype = inputs[-1], program.in_avals[0].dtype, program.out_avals[0].dtype
     is_power = isinstance(y, np.integer) and 0 < y < 2**31 and int(y) & (int(y) - 1) == 0

@@ -187,6 +187,7 @@ def hull(mask: Mask, question: Literal["kv_range", "q_range"], outer: Chunks, si
     lo, hi = getattr(mask, question)(*_tiles(outer))
     xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), size)
+    lo, hi = intervals.with_equal_ranks(lo, hi)
     needed = lo < hi
     lo, hi = xnp.where(needed, lo, size), xnp.where(needed, hi, 0)
     lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], outer.count)).reshape(-1, outer.count) for x in (lo, hi))
