@@ -64,9 +64,8 @@ def _batched_as(other, x):
     lse does not depend on v, nor d_v on v and d_lse. Under `vmap` over these alone it would not be batched, and JAX (0.11)
     would give its cotangent, already the sum over the batch, to the backward of each entry: counted once too often for each.
     """
-    return x + jnp.sum(
-        lax.slice_in_dim(other, 0, 0, axis=-1), dtype=x.dtype
-    )  # the sum of no elements, which XLA removes
+    no_elements = lax.slice_in_dim(other, 0, 0, axis=-1)  # XLA removes them and their sum, which is 0
+    return x + jnp.sum(no_elements, dtype=x.dtype)
 
 
 def _gradients_forward(rules, residuals, d_out, d_lse):
