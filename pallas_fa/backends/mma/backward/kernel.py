@@ -21,31 +21,11 @@ from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.gpu.schedule import is_equal
 from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.mma import arrays
+from pallas_fa.backends.mma.backward.gmem import Refs
 from pallas_fa.backends.mma.backward.plan import BackwardPlan
 from pallas_fa.backends.mma.cta import Cta
 from pallas_fa.backends.mma.matmuls import Mma
 from pallas_fa.masks.lengths import lengths_of
-
-
-class Refs(NamedTuple):
-    """Device memory by role.
-
-    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
-    None. `added`: sums in device memory, by number of the array. `gradients`: by name. `summed`: by number.
-    """
-
-    stationary_qk: Any
-    stationary_pv: Any
-    streamed_qk: Any
-    streamed_pv: Any
-    neg_lse: Any
-    delta: Any
-    arrays: tuple[Any, ...]
-    visit_table: Any
-    dropout: Any
-    added: dict[int, Any]
-    gradients: dict[str, Any]
-    summed: dict[int, Any]
 
 
 class Sums(NamedTuple):
