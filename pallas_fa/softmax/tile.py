@@ -85,7 +85,7 @@ def whole_rows(x: Any) -> tuple[Any, Any]:
     return p / jnp.maximum(jnp.sum(p, axis=-1, keepdims=True), tiny), top + jnp.log(total)
 
 
-def softmax_start(shape: tuple[int, ...], dtype: Any, sinks: Any) -> Softmax:
+def softmax_start(shape: tuple[int, ...], dtype: Any, sinks: Any = None) -> Softmax:
     """Returns the row statistics before the first step: those of nothing, or of `sinks` alone.
 
     `shape` is [..., t]; `sinks` are None, or logits broadcastable to [..., t, 1].
