@@ -165,6 +165,8 @@ def test_the_tiles_of_other_kernels_are_refused_by_name():
     for config, other, module in ((hopper, by_mma, "pallas_fa.mosaic_gpu.config"), (by_mma, hopper, by_mma.__name__)):
         with pytest.raises(TypeError, match=f"ForwardConfig of {module}, or None"):
             config.Config(forward=other.ForwardConfig())
+    told = pallas_fa.explain(X, X, X, config=by_mma.Config())
+    assert "mosaic_gpu: cannot" in told and "it takes a pallas_fa.mosaic_gpu.config.Config or None" in told
 
 
 USER = """
