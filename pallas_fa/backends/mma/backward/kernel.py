@@ -136,7 +136,9 @@ class Backward:
 
     def _place(self, head, is_boundary, i):
         number = self._tile(head, i)
-        scalars = head.scalars | self._words(head.n, number) if is_boundary else head.scalars
+        scalars = head.scalars
+        if is_boundary:
+            scalars = scalars | self.plan.arrays.words(self.gmem.arrays, self.b, head.n, self.number, number)
         streamed = number * self.plan.config.width
         return TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
 
@@ -262,11 +264,6 @@ class Backward:
         """The arrays without positions, by number."""
         of = self.plan.arrays
         return {i: self.gmem.arrays[i][of[i].index(self.b, n)] for i in of.of_kind("scalar")}
-
-    def _words(self, n, tile):
-        """The arrays that have a word for each tile, by number."""
-        of = self.plan.arrays
-        return {i: self.gmem.arrays[i][(*of[i].index(self.b, n), self.number, tile)] for i in of.of_kind("word")}
 
     def _length(self, scalars, streamed) -> Any:
         """The length of the streamed or the stationary sequence; None where that is not shorter than its array."""
