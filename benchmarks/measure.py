@@ -228,14 +228,15 @@ class Measured(Compiled):
 
 @dataclasses.dataclass
 class Bound[P: Compiled]:
-    """A program with its arguments on the device, and its samples: seconds a call, wall-clock and of the process."""
+    """A program with its arguments on the device, and its samples: seconds a call, wall-clock and of the process.
+
+    `dispatch_s`: how long a call takes to return to the host, where it returns before the work ends.
+    """
 
     program: P
     arguments: list[Any]
     calls: int = 1
-    dispatch_s: float | None = (
-        None  # how long a call takes to return to the host, where it returns before the work ends
-    )
+    dispatch_s: float | None = None
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
 

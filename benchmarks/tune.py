@@ -1,4 +1,4 @@
-"""Times tiles of the kernels beside those of the tables (pallas_fa/mosaic_gpu/config.py), on one GPU.
+"""Times tiles of the kernels beside those of the tables, on one GPU.
 
 python -m benchmarks.tune h64-causal-4096 --direction backward l2_head_group=8 "stages=(2, 1), ds_stages=1"
 

@@ -144,6 +144,8 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
+    """Attention, then a SwiGLU, each after a norm and added to what it takes."""
+
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.attention = Attention(config, rngs)
@@ -164,6 +166,8 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
+    """Embedding -> blocks -> norm -> logits by the embedding, transposed (Press and Wolf, arXiv 1608.05859)."""
+
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
         init = nnx.initializers.normal(0.02)

@@ -2,12 +2,12 @@
 
 `data` cuts the batch. `model` cuts the matrices (Shoeybi et al., arXiv 1909.08053): each device has some of the heads
 and of the MLP's hidden units, and what the devices add to the residual stream is summed, once after the attention and
-once after the MLP. `context` cuts the sequence, in zigzag order (pallas_fa/placement.py): all but the attention treats
-each token by itself. The devices of both `data` and `context` use all of a matrix, but each keeps a part (Rajbhandari et
-al., arXiv 1910.02054): matrices are gathered for a step, in the dtype that it computes in, and their gradients' sums come
-back in parts, so that the optimizer's work is shared too. Its state lies as the parameters do. The rest lies on every
-device; an embedding of 256 bytes is not worth cutting. Only places are said here: XLA finds the communication
-(jax.sharding.AxisType.Auto), except that of the attention (attention.py).
+once after the MLP. `context` cuts the sequence, in zigzag order (`pallas_fa.context_parallel`): all but the attention
+treats each token by itself. The devices of both `data` and `context` use all of a matrix, but each keeps a part
+(Rajbhandari et al., arXiv 1910.02054): matrices are gathered for a step, in the dtype that it computes in, and their
+gradients' sums come back in parts, so that the optimizer's work is shared too. Its state lies as the parameters do. The
+rest lies on every device; an embedding of 256 bytes is not worth cutting. Only places are said here: XLA finds the
+communication (jax.sharding.AxisType.Auto), except that of the attention (attention.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pallas_fa.context_parallel import to_zigzag
 
 AXES = ("data", "context", "model")  # neighbours along the last talk most
 
-# The layers that `model` cuts, by the names they have in both models.
-BY_OUTPUTS = ("query", "key", "value", "gate", "up")  # kernel [D, heads or hidden, ...], bias [heads or hidden, ...]
-BY_INPUTS = ("out", "down")  # kernel [heads or hidden, ..., D], and a bias that is added once
+# The layers that `model` cuts, by outputs or by inputs, by the names they have in both models.
+COLUMN_PARALLEL = ("query", "key", "value", "gate", "up")  # kernel [D, heads or hidden, ..], bias [heads or hidden, ..]
+ROW_PARALLEL = ("out", "down")  # kernel [heads or hidden, .., D], and a bias that is added once
 
-KEEPERS = ("data", "context")  # their devices keep parts of these kernels between steps
+FSDP_AXES = ("data", "context")  # their devices keep parts of these kernels between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Layout:
 
     def gathered(self, params: Any, dtype: Any) -> Any:
         """Parameters as a step uses them: matrices that devices keep parts of are gathered, in `dtype`."""
-        # Both places hold for the gradient too, on its way back: summed, and of the sums each keeper's part.
+        # Both places hold for the gradient too, on its way back: summed, and of the sums each device's part.
         return self._placed(self.in_parts(params, dtype), whole=True)
 
     def gather(self, x: jax.Array, first: Any, rest: Any) -> tuple[jax.Array, Any, Any]:
@@ -147,35 +147,35 @@ class Layout:
         return jax.tree_util.tree_map_with_path(placed, params)
 
     @property
-    def _keepers(self) -> tuple[str, ...]:
-        return tuple(axis for axis in KEEPERS if self.size(axis) > 1)
+    def _fsdp_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in FSDP_AXES if self.size(axis) > 1)
 
     def _is_kept(self, path: tuple[Any, ...], x: Any) -> bool:
         """Whether devices keep parts of a parameter."""
         return self._kept_along(path, x.shape) is not None
 
     def _kept_along(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-        """The dim of a kernel that its keepers cut into parts, or None, where each device keeps all of it.
+        """The dim of a kernel that the FSDP axes cut into parts, or None, where each device keeps all of it.
 
         The first, if it divides: parts of another would be transposed to be sent, and the optimizer's arrays with them.
         """
         layer, name = _names(path)
-        if name != "kernel" or not shape or not self._keepers:
+        if name != "kernel" or not shape or not self._fsdp_axes:
             return None
-        dims = (0,) if layer in BY_OUTPUTS else (0, len(shape) - 1) if layer in BY_INPUTS else ()
+        dims = (0,) if layer in COLUMN_PARALLEL else (0, len(shape) - 1) if layer in ROW_PARALLEL else ()
         for dim in dims:
-            cuts = [*self._keepers, *(["model"] if dim == _cut_by_model(path) else [])]
+            cuts = [*self._fsdp_axes, *(["model"] if dim == _cut_by_model(path) else [])]
             if shape[dim] % math.prod(map(self.size, cuts)) == 0:
                 return dim
         return None
 
     def _places(self, path: tuple[Any, ...], shape: tuple[int, ...], whole: bool = False) -> P:
-        """What cuts a parameter, or the optimizer's arrays for it. `whole`: its keepers' cuts left out."""
+        """What cuts a parameter, or the optimizer's arrays for it. `whole`: the cuts of the FSDP axes left out."""
         kept = None if whole else self._kept_along(path, shape)
 
         def cut(dim: int) -> tuple[str, ...] | None:
             by_model = ("model",) if dim == _cut_by_model(path) else ()
-            return by_model + (self._keepers if dim == kept else ()) or None
+            return by_model + (self._fsdp_axes if dim == kept else ()) or None
 
         return P(*map(cut, range(len(shape))))
 
@@ -201,9 +201,9 @@ def _names(path: tuple[Any, ...]) -> tuple[Any, Any]:
 def _cut_by_model(path: tuple[Any, ...]) -> int | None:
     """Which dim of the parameter at this path `model` cuts."""
     layer, name = _names(path)
-    if layer in BY_OUTPUTS:
+    if layer in COLUMN_PARALLEL:
         return 1 if name == "kernel" else 0
-    return 0 if layer in BY_INPUTS and name == "kernel" else None
+    return 0 if layer in ROW_PARALLEL and name == "kernel" else None
 
 
 def parse_mesh(text: str) -> dict[str, int]:

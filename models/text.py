@@ -109,9 +109,8 @@ class TextTask:
 
     def _losses(self, params: Params, batch: Sequences) -> jax.Array:
         model = nnx.merge(self.graph, self.layout.in_parts(params, self.config.dtype))
-        logits, _ = model(
-            batch.tokens.astype(jnp.int32), positions=batch.positions, dropout_key=batch.dropout_key
-        )  # [B,T,V]
+        tokens = batch.tokens.astype(jnp.int32)
+        logits, _ = model(tokens, positions=batch.positions, dropout_key=batch.dropout_key)  # [B,T,V]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets.astype(jnp.int32))  # [B,T]
 
     def _sum_of_losses_of_first(self, params: Params, batch: Sequences, count: jax.Array) -> jax.Array:

@@ -15,6 +15,8 @@ from pallas_fa.nn import attention_fn
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
+    """What fixes a ViT's parameters, and how it computes."""
+
     layers: int
     width: int  # D
     heads: int  # N
@@ -33,6 +35,8 @@ SIZES = {
 
 
 class Block(nn.Module):
+    """Attention, then an MLP, each after a norm and added to what it takes."""
+
     config: ViTConfig
 
     @nn.compact

@@ -102,8 +102,9 @@ def dot_product_attention(
         and of the indices (b, n, t, s) in the whole problem: of no implementation, tile size, direction or sharding. Inside
         `jax.shard_map` the whole problem is that of the shard: fold the position of the device into the key.
       broadcast_dropout: True drops the same (t, s) in all batch entries and query heads.
-      implementation: 'mosaic_gpu' (kernels for NVIDIA Hopper), 'xla' (any platform), 'reference' (dense, for tests; always
-        differentiates forward-mode), a tuple of names to try in order, or None: the fastest that can do the call.
+      implementation: 'mosaic_gpu' (the kernels for this NVIDIA GPU), 'mma' (those for GPUs before and after Hopper, on any),
+        'xla' (any platform), 'reference' (dense, for tests; always differentiates forward-mode), a tuple of names to try in
+        order, or None: the fastest that can do the call.
       layout: "BTNH", or "BNTH" where query is [*B, N, T, H], key [*B, K, S, H] and value [*B, K, S, Hv], as in PyTorch; the
         output is [*B, N, T, Hv] then. lse, bias and masks do not change, and the kernels copy nothing for it.
       config: tiles of the kernels, for tuning; None for the library's tables.

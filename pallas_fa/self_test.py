@@ -160,7 +160,7 @@ def _seconds(fn: Callable[..., Any], *args: Any) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the tables; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser("python -m pallas_fa.self_test", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--implementation", default="mosaic_gpu", help="what to check (default: %(default)s)")
     parser.add_argument("--only", choices=("errors", "times"), help="one of the two tables")
     options = parser.parse_args(arguments)

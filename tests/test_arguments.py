@@ -15,6 +15,7 @@ import pallas_fa
 import pallas_fa.nn
 from pallas_fa import context_parallel, masks, scores
 from pallas_fa.arguments import Arguments
+from pallas_fa.backends.mma import config as mma_config
 
 NAMES = tuple(get_type_hints(Arguments))
 FUNCTIONS = (
@@ -157,6 +158,15 @@ def test_nn_and_the_configs_are_there_when_asked_for():
 def test_the_config_classes_keep_their_public_name():
     public = pallas_fa.mosaic_gpu.config
     assert public.Config(forward=public.ForwardConfig(2), backward=public.BackwardConfig(2)).forward.block_q == 128
+
+
+def test_the_tiles_of_other_kernels_are_refused_by_name():
+    hopper, by_mma = pallas_fa.mosaic_gpu.config, mma_config
+    for config, other, module in ((hopper, by_mma, "pallas_fa.mosaic_gpu.config"), (by_mma, hopper, by_mma.__name__)):
+        with pytest.raises(TypeError, match=f"ForwardConfig of {module}, or None"):
+            config.Config(forward=other.ForwardConfig())
+    told = pallas_fa.explain(X, X, X, config=by_mma.Config())
+    assert "mosaic_gpu: cannot" in told and "it takes a pallas_fa.mosaic_gpu.config.Config or None" in told
 
 
 USER = """

@@ -185,8 +185,8 @@ def test_what_a_device_holds_and_what_devices_exchange():
     found, with_context = map(json.loads, on_eight_devices(COMPILE, "data=2,model=2", "data=2,model=2,context=2"))
     used = {"query": [32, 32 // 2], "key": [32, 16 // 2], "value": [32, 16 // 2], "out": [32 // 2, 32]}
     used |= {"gate": [32, 96 // 2], "up": [32, 96 // 2], "down": [96 // 2, 32]}
-    for compiled, keepers in ((found, 2), (with_context, 4)):  # the devices along data and context
-        kept = {name: [part[0] // keepers, *part[1:]] for name, part in used.items()}
+    for compiled, devices in ((found, 2), (with_context, 4)):  # along the FSDP axes
+        kept = {name: [part[0] // devices, *part[1:]] for name, part in used.items()}
         for name, part in {**kept, "embedding": [256, 32]}.items():
             parts = [shape for path, shape in compiled["shapes"].items() if f"['{name}']['" in path]
             layers = 1 if name == "embedding" else 2
@@ -208,7 +208,7 @@ def test_what_a_device_holds_and_what_devices_exchange():
     assert whole in found["hlo"] and whole not in with_context["hlo"], "no activations of whole sequences"
 
 
-def test_keepers_cut_the_first_dim_that_divides():
+def test_fsdp_axes_cut_the_first_dim_that_divides():
     layout = make_layout("data=2,model=2", batch=2)
     shapes = {"down": (8, 6), "out": (6, 8), "up": (6, 8), "query": (5, 2, 4), "gate": (4, 2)}
     params = {layer: {"kernel": jnp.ones(shape)} for layer, shape in shapes.items()}

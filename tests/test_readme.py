@@ -101,6 +101,16 @@ def test_every_page_is_linked():
     assert reached == set(PAGES)
 
 
+def test_records_have_the_form_of_their_index():
+    """The index names each record by its own title, and a record says first what it is about."""
+    index = ROOT / "docs" / "decisions" / "README.md"
+    listed = re.findall(r"^- \[(.+)\]\((\S+\.md)\)$", index.read_text(encoding="utf-8"), re.MULTILINE)
+    records = {path: path.read_text(encoding="utf-8") for path in index.parent.rglob("*.md") if path != index}
+    assert len(listed) == len(records)
+    for title, target in listed:
+        assert records[index.parent / target].startswith(f"# {title}\n\n**Context.** "), target
+
+
 def test_the_page_of_the_package_stands_alone():
     """A registry shows it apart from the repository: no relative link or image works there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

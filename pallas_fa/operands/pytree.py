@@ -41,7 +41,7 @@ def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
     return count
 
 
-def arrays_of(tree: Any, which: Callable[[Any], bool] = is_array) -> tuple[list[Any], Callable[..., Any]]:
+def arrays_of(tree: Any, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the arrays (`which`) in a tree of arguments, and a function that rebuilds the tree around others."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
 

@@ -4,7 +4,6 @@ It is a bijection of two 32-bit counter words for each 32-bit key. Seven rounds 
 are their default. Elementwise, on uint32 arrays that broadcast against each other.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ MULTIPLIER = 0xD256D193
 KEY_STEP = 0x9E3779B9  # what a round adds to the key
 
 
-def wide_product(x: Any) -> tuple[Any, Any]:
+def _wide_product(x):
     """Returns the high and the low word of x * MULTIPLIER, from 16-bit halves: `lax.mulhi` does not lower everywhere."""
     word, half = jnp.uint32, jnp.uint32(0xFFFF)
     low, high = x & half, x >> 16
@@ -23,9 +22,7 @@ def wide_product(x: Any) -> tuple[Any, Any]:
     return high * m_high + (middle >> 16) + (other >> 16), x * word(MULTIPLIER)
 
 
-def philox2x32(
-    first: Any, second: Any, key: Any, rounds: int, product: Callable[[Any], tuple[Any, Any]] = wide_product
-) -> tuple[Any, Any]:
+def philox2x32(first: Any, second: Any, key: Any, rounds: int) -> tuple[Any, Any]:
     """Returns two words for the counter (first, second).
 
     Args:
@@ -33,9 +30,8 @@ def philox2x32(
       second: uint32.
       key: uint32.
       rounds: how many.
-      product: computes `wide_product`.
     """
     for i in range(rounds):
-        high, low = product(first)
+        high, low = _wide_product(first)
         first, second = high ^ (key + jnp.uint32(i * KEY_STEP % 2**32)) ^ second, low
     return first, second

@@ -190,6 +190,10 @@ class KernelArrays:
         """Loads the arrays without positions, of batch entry `b` and query head `n`; by number. `refs`: in device memory."""
         return {i: self[i].restore(refs[i][self[i].index(b, n)]) for i in self.of_kind("scalar")}
 
+    def words(self, refs: Any, b: Any, n: Any, *tile: Any) -> dict[int, Any]:
+        """Loads the words of tile `tile`, its numbers along both axes, of batch entry `b` and query head `n`; by number."""
+        return {i: refs[i][(*self[i].index(b, n), *tile)] for i in self.of_kind("word")}
+
     @property
     def in_smem(self) -> tuple[int, ...]:
         """Returns the numbers of the arrays that are copied to shared memory."""

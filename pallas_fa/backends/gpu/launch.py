@@ -41,9 +41,8 @@ def launch(
         results = plgpu.kernel(
             with_names,
             out_type=out_type,
-            grid=(
-                ctas,
-            ),  # one axis: only the first of CUDA's three may pass 65535 (evidence: forward/grid-and-scratch)
+            # One axis: only the first of CUDA's three may pass 65535 (evidence: forward/grid-and-scratch).
+            grid=(ctas,),
             grid_names=(AXIS,),
             num_threads=warpgroups,
             thread_name="wg",

@@ -205,4 +205,4 @@ class Config:
         for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}={value!r} must be a {kind.__name__}, or None for the tables.")
+                raise TypeError(f"{name}={value!r} must be a {kind.__name__} of pallas_fa.mosaic_gpu.config, or None.")

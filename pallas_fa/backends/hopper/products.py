@@ -80,9 +80,8 @@ def _rounded(x):
 
 
 def _rounded_by_xla(x):
-    return jax.lax.reduce_precision(
-        x, exponent_bits=8, mantissa_bits=7
-    )  # XLA drops conversions there and back on a GPU
+    # XLA drops conversions there and back on a GPU.
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def split(x: Any, parts: int, rounded: Callable[[Any], Any] = _rounded) -> tuple[Any, ...]:

@@ -112,7 +112,7 @@ def _config_reason(problem):
                 f"config={problem.config!r} splits the keys, and T={problem.dims.T} is more than {MOST_QUERIES} queries"
             )
         return None
-    return f"config={problem.config!r}; it takes a pallas_fa.backends.hopper.config.Config or None"
+    return f"config={problem.config!r}; it takes a pallas_fa.mosaic_gpu.config.Config or None"
 
 
 def _rows_reason(problem):

@@ -14,7 +14,7 @@ from pallas_fa.problem import Operands, Problem, Residuals
 
 @functools.cache
 def backend(gpu: Gpu, name: str) -> Backend:
-    """Returns the record of the kernels for `gpu`. They run only when named, since none has run on a GPU yet."""
+    """Returns the record of the kernels for `gpu`. `implementation=None` leaves them out (`Support.only_named` says why)."""
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         from pallas_fa.backends.mma.decode.choose import applies

@@ -116,7 +116,9 @@ class Config:
         for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig), ("decode", DecodeConfig)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}={value!r} must be a {kind.__name__} of pallas_fa.backends.mma, or None.")
+                raise TypeError(
+                    f"{name}={value!r} must be a {kind.__name__} of pallas_fa.backends.mma.config, or None."
+                )
 
 
 def _check(config: ForwardConfig | BackwardConfig) -> None:

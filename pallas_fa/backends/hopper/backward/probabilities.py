@@ -1,4 +1,4 @@
-"""P and dS of one tile of logits of the backward kernel, and the gradients of a score's arrays."""
+"""P and dS of one tile of logits of the backward kernel."""
 
 import functools
 from typing import Any
@@ -14,15 +14,13 @@ from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward import chunks
 from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_streamed
-from pallas_fa.backends.hopper.backward.plan import SUM_COLUMNS
-from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup, on_first_part
-from pallas_fa.backends.hopper.tma import add_to_gmem, fence_async_proxy
+from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 
 
 def probabilities(
     w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any = None
 ) -> tuple[Any, Any, tuple[Any, ...], dict[int, Any]]:
-    """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and what `leave` takes.
+    """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and those of arrays [T, S].
 
     An operand is a tuple of its parts, None where it is not needed. `done`: steps before, for operands in chunks.
 
@@ -76,16 +74,7 @@ def probabilities(
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots))
         if not whole_step:
             w.release_array_tiles(slots)
-        if plan.scored:
-            y, factor = tile.scores(s, scale)
-            if plan.in_base_2:
-                p = jnp.exp2(y * (factor * LOG2E) + statistic("neg_lse", slots.qk))
-            else:  # a bias such as -1e10 in the place of a mask leaves no digits for a rounded product
-                p = jnp.exp2((y * factor + statistic("neg_lse", slots.qk)) * LOG2E)
-        elif statistics_last:
-            p = jnp.exp2(s * (scale * LOG2E) + statistic("neg_lse", slots.qk))
-        else:
-            p = jnp.exp2(s * (scale * LOG2E))
+        p = _exponentials(plan, tile, s, lambda: statistic("neg_lse", slots.qk))
         p = tile.zero_where_masked(p)
         kept_p = p if kept is None else kept.select(p)
         p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
@@ -115,52 +104,18 @@ def probabilities(
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 
 
-def leave(w: Warpgroup, at: TilePlace, by_array: dict[int, Any]) -> None:
-    """Stores the tile's gradients of arrays [T, S], by number, or adds them to sums in device memory."""
-    order = w.plan.order
-    stored = {i: x for i, x in by_array.items() if order.is_stored(i)}
-    ordered = {i: x for i, x in by_array.items() if i in order.ordered_sums}
-    added = {i: x for i, x in by_array.items() if i not in stored and i not in ordered}
-    if stored:
-        on_first_part(w, lambda: _store(w, at, stored))
-    for column in range(0, w.plan.config.width, SUM_COLUMNS):
-        columns = slice(column, column + SUM_COLUMNS)
-        of_piece = lambda gradients, columns=columns: {i: x[:, columns] for i, x in gradients.items()}
-        if ordered:
-            w.barriers["sums_free"].wait()
-            _stage(w, of_piece(ordered))
-            fence_async_proxy(w.plan.interpret)
-            w.barriers["sums_ready"].arrive()
-        if added:
-            here = at._replace(streamed=at.streamed + column)
-            on_first_part(w, functools.partial(_add, w, here, of_piece(added)))
-
-
-def _stage(w, by_array):
-    for i, x in by_array.items():
-        w.scratch[f"gradient{i}_smem"][w.row_group] = x
-
-
-def _add(w, at, by_array):
-    plan = w.plan
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _stage(w, by_array)
-    plgpu.commit_smem()
-    for i in by_array:
-        target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
-        add_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target, plan.interpret)
-
-
-def _store(w, at, by_array):
-    plan = w.plan
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, x in by_array.items():
-        x = x if plan.dropout_scale is None else x * plan.dropout_scale
-        w.scratch[f"gradient{i}_smem"].at[w.row_group].T[...] = x.astype(plan.added_dtype(i))
-    plgpu.commit_smem()
-    for i in by_array:
-        target = w.gmem.added[i].at[plan.added_place(i, at, 64)]
-        plgpu.copy_smem_to_gmem(w.scratch[f"gradient{i}_smem"].at[w.row_group], target)
+def _exponentials(plan, tile, s, neg_lse):
+    """P of the products `s`, before masks. `neg_lse`: loads the statistic, where the products do not start at it."""
+    scale = plan.problem.scale
+    if plan.scored:
+        y, factor = tile.scores(s, scale)
+        if plan.in_base_2:
+            return jnp.exp2(y * (factor * LOG2E) + neg_lse())
+        # A bias such as -1e10 instead of a mask leaves no digits for a rounded product.
+        return jnp.exp2((y * factor + neg_lse()) * LOG2E)
+    if plan.statistics_last:
+        return jnp.exp2(s * (scale * LOG2E) + neg_lse())
+    return jnp.exp2(s * (scale * LOG2E))
 
 
 def _array(w, i, slots):

@@ -104,7 +104,7 @@ def _dq(plan):
     )
 
 
-def _swizzled(shape, dtype, width=128):
+def _swizzled(shape, dtype, width):
     return plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, width))
 
 

@@ -12,9 +12,10 @@ from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.hopper.backward import chunks
+from pallas_fa.backends.hopper.backward.array_gradients import leave
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
-from pallas_fa.backends.hopper.backward.probabilities import leave, probabilities
+from pallas_fa.backends.hopper.backward.probabilities import probabilities
 from pallas_fa.backends.hopper.backward.scale_ds import times
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces as tiles_of_columns

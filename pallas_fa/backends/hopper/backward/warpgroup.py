@@ -100,10 +100,7 @@ class Warpgroup:
 
     def words(self, n: Any, tile: Any) -> dict[int, Any]:
         """Returns the arrays that have a word for each tile, by number."""
-        arrays, block = self.plan.arrays, self.block
-        return {
-            i: self.gmem.arrays[i][(*arrays[i].index(block.b, n), block.number, tile)] for i in arrays.of_kind("word")
-        }
+        return self.plan.arrays.words(self.gmem.arrays, self.block.b, n, self.block.number, tile)
 
     def dropout(self, n: Any) -> HeadDropout | None:
         """Returns the dropout of query head n; None where there is none."""

@@ -86,8 +86,7 @@ class _Refs(NamedTuple):
     """Device memory.
 
     `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N], of grouped rows
-    [B|1, K * 64]; `dropout`: see there;
-    `page_table`: None where keys and values are not in pages.
+    [B|1, K * 64]; `dropout`: see there; `page_table`: None where keys and values are not in pages.
     """
 
     q: Any

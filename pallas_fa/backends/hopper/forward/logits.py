@@ -33,9 +33,8 @@ class Logits:
         """Returns what step i reads from device memory, which is to be asked for before the wait for its keys."""
         if not self.plan.visit_lists:
             return None
-        key_block, arrays, block = self.steps.key_block(i), self.plan.arrays, self.block
-        word = lambda a: self.gmem.arrays[a][(*arrays[a].index(block.b, block.n), block.number, key_block)]
-        return Visited(key_block, {a: word(a) for a in arrays.of_kind("word")})
+        key_block, block = self.steps.key_block(i), self.block
+        return Visited(key_block, self.plan.arrays.words(self.gmem.arrays, block.b, block.n, block.number, key_block))
 
     def apply(self, x: Any, i: Any, is_boundary: bool, visited: "Visited | None") -> tuple[Any, float]:
         """Returns (y, factor > 0) whose product are the logits of step i, after score and mask; -inf where masked.

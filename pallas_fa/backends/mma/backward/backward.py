@@ -18,7 +18,8 @@ from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.mma.backward.choose import choose
-from pallas_fa.backends.mma.backward.kernel import Backward, Refs
+from pallas_fa.backends.mma.backward.gmem import named
+from pallas_fa.backends.mma.backward.kernel import Backward
 from pallas_fa.backends.mma.backward.plan import BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu
 from pallas_fa.backends.mma.backward.scratch import scratch as scratch_of
@@ -64,7 +65,7 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
     inputs = dict(dq=q, dk=k, dv=v)
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
-        Backward(plan, _named(plan, refs), scratch).run()
+        Backward(plan, named(plan, refs), scratch).run()
 
     results = launch(
         flash_attention_backward,
@@ -83,18 +84,3 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
         semantics=plgpu.LoweringSemantics.Lane,
     )
     return plan.gradients(operands, results, [jax.freeze(ref) for ref in added])
-
-
-def _named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
-    """Returns the operands and results of a pass, in the order of `run`, by name."""
-    queue, scores, kind = list(refs), plan.score_gradients, plan.kind
-    take = lambda count: [queue.pop(0) for _ in range(count)]
-    stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta = take(6)
-    arrays = tuple(take(len(plan.arrays)))
-    visit_table = None if plan.visits.known else queue.pop(0)
-    dropout = None if plan.problem.dropout is None else queue.pop(0)
-    added = dict(zip(scores.added, take(len(scores.added)), strict=True))
-    gradients = dict(zip(kind.stored, take(len(kind.stored)), strict=True))
-    summed = dict(zip(scores.summed, queue, strict=True))
-    operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta
-    return Refs(*operands, arrays, visit_table, dropout, added, gradients, summed)

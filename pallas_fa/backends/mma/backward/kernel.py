@@ -21,31 +21,11 @@ from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.gpu.schedule import is_equal
 from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.mma import arrays
+from pallas_fa.backends.mma.backward.gmem import Refs
 from pallas_fa.backends.mma.backward.plan import BackwardPlan
 from pallas_fa.backends.mma.cta import Cta
 from pallas_fa.backends.mma.matmuls import Mma
 from pallas_fa.masks.lengths import lengths_of
-
-
-class Refs(NamedTuple):
-    """Device memory by role.
-
-    `arrays`: of score and mask. `visit_table`: None where visits are known while tracing. `dropout`: that of every head, or
-    None. `added`: sums in device memory, by number of the array. `gradients`: by name. `summed`: by number.
-    """
-
-    stationary_qk: Any
-    stationary_pv: Any
-    streamed_qk: Any
-    streamed_pv: Any
-    neg_lse: Any
-    delta: Any
-    arrays: tuple[Any, ...]
-    visit_table: Any
-    dropout: Any
-    added: dict[int, Any]
-    gradients: dict[str, Any]
-    summed: dict[int, Any]
 
 
 class Sums(NamedTuple):
@@ -156,7 +136,9 @@ class Backward:
 
     def _place(self, head, is_boundary, i):
         number = self._tile(head, i)
-        scalars = head.scalars | self._words(head.n, number) if is_boundary else head.scalars
+        scalars = head.scalars
+        if is_boundary:
+            scalars = scalars | self.plan.arrays.words(self.gmem.arrays, self.b, head.n, self.number, number)
         streamed = number * self.plan.config.width
         return TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
 
@@ -282,11 +264,6 @@ class Backward:
         """The arrays without positions, by number."""
         of = self.plan.arrays
         return {i: self.gmem.arrays[i][of[i].index(self.b, n)] for i in of.of_kind("scalar")}
-
-    def _words(self, n, tile):
-        """The arrays that have a word for each tile, by number."""
-        of = self.plan.arrays
-        return {i: self.gmem.arrays[i][(*of[i].index(self.b, n), self.number, tile)] for i in of.of_kind("word")}
 
     def _length(self, scalars, streamed) -> Any:
         """The length of the streamed or the stationary sequence; None where that is not shorter than its array."""
