@@ -123,6 +123,20 @@ def test_rematerialised_layers_drop_the_same():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("traced", (False, True))
+@pytest.mark.parametrize(("first_query", "t0", "T"), ((0, 0, 48), (5, 7, 1), (24, 100, 37), (2**31 - 40, 0, 20)))
+def test_a_tile_is_its_elements(first_query, t0, T, traced):
+    """Eight elements share a call of the generator, wherever a tile starts."""
+    first_key, s0, S = 11, 3, 50
+    dropout = Dropout.of(jnp.asarray([1, 2], jnp.uint32), 0.3, 2, 3, broadcast=False)
+    assert dropout is not None
+    origin = lambda x: jnp.full((1, 1, 1, 1), x, jnp.int32) if traced else x
+    dropout = dataclasses.replace(dropout, first_query=origin(first_query), first_key=origin(first_key))
+    got = dropout.keeps_tile(jnp.int32(t0) if traced else t0, T, s0, S)
+    want = dropout.keeps(t0 + jnp.arange(T)[:, None], s0 + jnp.arange(S)[None])
+    np.testing.assert_array_equal(got, want)
+
+
 # ---- statistics -----------------------------------------------------------------------------------------------------
 
 

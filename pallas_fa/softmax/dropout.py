@@ -24,6 +24,7 @@ from pallas_fa.softmax.philox import philox2x32
 
 ROUNDS = 7
 PARTNER = 8  # positions t and t ^ PARTNER share a call of the generator, and so do s, s ^ PARTNER and s ^ 1
+_BLOCK = 2 * PARTNER
 _ROUNDS_OF_SEEDS = 10
 DECISION_BITS = 15  # the low ones of each half of a word: two halves are compared in one instruction
 _HALF = 16
@@ -107,9 +108,58 @@ class Dropout(Node):
         bits = jnp.where((s & neighbour) != 0, word >> _HALF, word) & jnp.uint32(2**DECISION_BITS - 1)
         return bits >= jnp.uint32(self.threshold)
 
+    def keeps_tile(self, t0: Any, T: int, s0: Any, S: int) -> Any:
+        """Returns `keeps` of T queries from `t0` and S keys from `s0` on, in an eighth of the calls of the generator."""
+        of_queries, of_keys = _Blocks.of(t0, self.first_query, T), _Blocks.of(s0, self.first_key, S)
+        t, s = of_queries.positions(step=1).reshape(-1, 1, 1), of_keys.positions(step=2)
+        key, offset = (seed[..., None] for seed in self.seeds)
+        # Behind a barrier: XLA would compute the words for each element that they decide.
+        words = lax.optimization_barrier(philox2x32(t ^ offset, s, key, ROUNDS))
+        decide = lambda bits: (bits & jnp.uint32(2**DECISION_BITS - 1)) >= jnp.uint32(self.threshold)
+        # [B|1, N|1, t, blocks of keys, s, 2], then, with s ^ PARTNER, [.., blocks, 2, s, 2]; t ^ PARTNER likewise.
+        even_and_odd = [jnp.stack([decide(x), decide(x >> _HALF)], -1) for x in numbers(*words)]
+        by_keys = [jnp.stack(even_and_odd[i : i + 2], -3) for i in (0, 2)]
+        lead = by_keys[0].shape[:2]
+        found = jnp.stack([x.reshape(*lead, of_queries.count, PARTNER, -1) for x in by_keys], -3)
+        return of_keys.cut(of_queries.cut(found.reshape(*lead, of_queries.count * _BLOCK, -1), 2), 3)
+
     def apply(self, x: Any, t: Any, s: Any) -> Any:
         """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere; `t` and `s` as for `keeps`."""
-        return jnp.where(self.keeps(t, s), x * np.asarray(self.scale, x.dtype), 0)
+        return self.scaled(x, self.keeps(t, s))
+
+    def scaled(self, x: Any, keeps: Any) -> Any:
+        """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere."""
+        return jnp.where(keeps, x * np.asarray(self.scale, x.dtype), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Blocks of positions that share calls and cover `size` positions, the first of which is `before` in the first block."""
+
+    first: Any
+    before: Any
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, start: Any, origin: Any, size: int) -> Self:
+        """Of the positions from `start` + `origin` on; an unknown start is taken to be the worst."""
+        if is_static_int(start) and is_static_int(origin):
+            before = (start + origin) % _BLOCK
+            return cls(np.uint32(start + origin - before), before, -(-(before + size) // _BLOCK), size)
+        at = jnp.asarray(start + origin).astype(jnp.uint32).reshape(())
+        before = at % _BLOCK
+        return cls(at - before, before.astype(jnp.int32), -(-(_BLOCK - 1 + size) // _BLOCK), size)
+
+    def positions(self, step: int) -> Any:
+        """Returns those without the bit `PARTNER`, uint32 [blocks, PARTNER / step]."""
+        return self.first + (_BLOCK * np.arange(self.count)[:, None] + np.arange(0, PARTNER, step)).astype(np.uint32)
+
+    def cut(self, x: Any, axis: int) -> Any:
+        """Returns the positions that are covered from those of the blocks, along `axis` of x."""
+        if is_static_int(self.before):
+            return lax.slice_in_dim(x, self.before, self.before + self.size, axis=axis)
+        return lax.dynamic_slice_in_dim(x, self.before, self.size, axis, allow_negative_indices=False)
 
 
 def numbers(first: Any, second: Any) -> tuple[Any, Any, Any, Any]:
