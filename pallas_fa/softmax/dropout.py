@@ -4,8 +4,11 @@ The words of the key, batch entry and query head make two words (`Dropout.of`), 
 random bits (`Dropout.keeps`). So every implementation, tile size, direction and shard drops the same elements, and the
 backward stores no bits but generates them again.
 
-A call of Philox2x32-7 gives 64 bits, of which 15 decide each of the four elements {t, t ^ 8} x {s, s ^ 8}. On the tensor
-cores, one thread holds these four, as queries by keys and as keys by queries.
+A call of Philox2x32-7 gives 64 bits, which decide the eight elements {t, t ^ 8} x {s, s ^ 1, s ^ 8, s ^ 9}. On the tensor
+cores, one thread holds these eight as queries by keys, and as keys by queries two threads that can exchange them.
+
+Each element has a number of 15 bits (`numbers`). The upper 7 bits of the eight are independent. The lower 8 bits, which
+decide one time in 128, are shared such that any two elements are independent, and all but four of the 56 triples.
 """
 
 import dataclasses
@@ -20,7 +23,8 @@ from pallas_fa.operands.pytree import Node, is_static_int
 from pallas_fa.softmax.philox import philox2x32
 
 ROUNDS = 7
-PARTNER = 8  # positions t and t ^ PARTNER share a call of the generator
+PARTNER = 8  # positions t and t ^ PARTNER share a call of the generator, and so do s, s ^ PARTNER and s ^ 1
+_BLOCK = 2 * PARTNER
 _ROUNDS_OF_SEEDS = 10
 DECISION_BITS = 15  # the low ones of each half of a word: two halves are compared in one instruction
 _HALF = 16
@@ -96,12 +100,74 @@ class Dropout(Node):
         """
         key, offset = self.seeds
         t, s = ((x + first).astype(jnp.uint32) for x, first in ((t, self.first_query), (s, self.first_key)))
-        first, others = (jnp.uint32(PARTNER), ~jnp.uint32(PARTNER))
-        words = philox2x32((t & others) ^ offset, s & others, key, ROUNDS)
-        word = jnp.where((t & first) != 0, words[1], words[0])
-        bits = jnp.where((s & first) != 0, word >> _HALF, word) & jnp.uint32(2**DECISION_BITS - 1)
+        partner, neighbour = jnp.uint32(PARTNER), jnp.uint32(1)
+        words = philox2x32((t & ~partner) ^ offset, s & ~(partner | neighbour), key, ROUNDS)
+        of_t, of_s = ((x & partner) != 0 for x in (t, s))
+        four = numbers(*words)
+        word = jnp.where(of_t, jnp.where(of_s, four[3], four[2]), jnp.where(of_s, four[1], four[0]))
+        bits = jnp.where((s & neighbour) != 0, word >> _HALF, word) & jnp.uint32(2**DECISION_BITS - 1)
         return bits >= jnp.uint32(self.threshold)
+
+    def keeps_tile(self, t0: Any, T: int, s0: Any, S: int) -> Any:
+        """Returns `keeps` of T queries from `t0` and S keys from `s0` on, in an eighth of the calls of the generator."""
+        of_queries, of_keys = _Blocks.of(t0, self.first_query, T), _Blocks.of(s0, self.first_key, S)
+        t, s = of_queries.positions(step=1).reshape(-1, 1, 1), of_keys.positions(step=2)
+        key, offset = (seed[..., None] for seed in self.seeds)
+        # Behind a barrier: XLA would compute the words for each element that they decide.
+        words = lax.optimization_barrier(philox2x32(t ^ offset, s, key, ROUNDS))
+        decide = lambda bits: (bits & jnp.uint32(2**DECISION_BITS - 1)) >= jnp.uint32(self.threshold)
+        # [B|1, N|1, t, blocks of keys, s, 2], then, with s ^ PARTNER, [.., blocks, 2, s, 2]; t ^ PARTNER likewise.
+        even_and_odd = [jnp.stack([decide(x), decide(x >> _HALF)], -1) for x in numbers(*words)]
+        by_keys = [jnp.stack(even_and_odd[i : i + 2], -3) for i in (0, 2)]
+        lead = by_keys[0].shape[:2]
+        found = jnp.stack([x.reshape(*lead, of_queries.count, PARTNER, -1) for x in by_keys], -3)
+        return of_keys.cut(of_queries.cut(found.reshape(*lead, of_queries.count * _BLOCK, -1), 2), 3)
 
     def apply(self, x: Any, t: Any, s: Any) -> Any:
         """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere; `t` and `s` as for `keeps`."""
-        return jnp.where(self.keeps(t, s), x * np.asarray(self.scale, x.dtype), 0)
+        return self.scaled(x, self.keeps(t, s))
+
+    def scaled(self, x: Any, keeps: Any) -> Any:
+        """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere."""
+        return jnp.where(keeps, x * np.asarray(self.scale, x.dtype), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Blocks of positions that share calls and cover `size` positions, the first of which is `before` in the first block."""
+
+    first: Any
+    before: Any
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, start: Any, origin: Any, size: int) -> Self:
+        """Of the positions from `start` + `origin` on; an unknown start is taken to be the worst."""
+        if is_static_int(start) and is_static_int(origin):
+            before = (start + origin) % _BLOCK
+            return cls(np.uint32(start + origin - before), before, -(-(before + size) // _BLOCK), size)
+        at = jnp.asarray(start + origin).astype(jnp.uint32).reshape(())
+        before = at % _BLOCK
+        return cls(at - before, before.astype(jnp.int32), -(-(_BLOCK - 1 + size) // _BLOCK), size)
+
+    def positions(self, step: int) -> Any:
+        """Returns those without the bit `PARTNER`, uint32 [blocks, PARTNER / step]."""
+        return self.first + (_BLOCK * np.arange(self.count)[:, None] + np.arange(0, PARTNER, step)).astype(np.uint32)
+
+    def cut(self, x: Any, axis: int) -> Any:
+        """Returns the positions that are covered from those of the blocks, along `axis` of x."""
+        if is_static_int(self.before):
+            return lax.slice_in_dim(x, self.before, self.before + self.size, axis=axis)
+        return lax.dynamic_slice_in_dim(x, self.before, self.size, axis, allow_negative_indices=False)
+
+
+def numbers(first: Any, second: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns four words of two 16-bit numbers each, from two random words, uint32: any two of the eight are independent.
+
+    They are in the order of 2 * (whether t has the bit `PARTNER`) + (whether s has it). The lower half of a word is that
+    of even s.
+    """
+    swapped = lambda x: (x & 0x00FF00FF) << 8 | (x >> 8) & 0x00FF00FF  # the bytes of each half
+    reverse = swapped(second) << _HALF | swapped(second) >> _HALF
+    return first, swapped(first) ^ second, second, reverse ^ first

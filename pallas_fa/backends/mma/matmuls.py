@@ -70,7 +70,7 @@ class Mma:
     def plus_product(self, acc: Any, x: Any, b: Any) -> Any:
         """Returns an accumulator plus x b.
 
-        `x`: [rows, positions] float32, rounded here. `b`: [positions, dim] in shared memory.
+        `x`: [rows, positions], rounded here if it is float32. `b`: [positions, dim] in shared memory.
         """
         x = x.astype(self.dtype)
         if self.interpret:

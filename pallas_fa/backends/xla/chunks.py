@@ -276,7 +276,12 @@ def dropping(dropout: Dropout | None, queries: Chunks, i: Any, keys: Chunks, j: 
     """Returns the function that drops elements of an array [B, N, t, s] of tile (i, j); the identity without dropout."""
     if dropout is None:
         return lambda x: x
-    return lambda x: dropout.apply(x, queries.index(i), keys.index(j))
+    if not all(isinstance(x, int) for x in (queries.chunk, keys.chunk)):
+        return lambda x: dropout.apply(x, queries.index(i), keys.index(j))
+    start = lambda chunks, i: 0 if chunks.is_whole else chunks.start(i)
+    keeps = dropout.keeps_tile(start(queries, i), queries.chunk, start(keys, j), keys.chunk)
+    keeps = lax.optimization_barrier(keeps)  # once, for all heads that share it and for both products of the backward
+    return lambda x: dropout.scaled(x, keeps)
 
 
 def add_tile(d: Any, d_ij: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:

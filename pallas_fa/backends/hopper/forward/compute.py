@@ -168,7 +168,7 @@ class Compute:
         factor = None
         if plan.rescales_under_qk:
             factor = plgpu.layout_cast(jnp.ones((64,), jnp.float32), per_query)
-        return acc, factor, m, l, products.operand(plan.problem, p if kept is None else kept.select(p))
+        return acc, factor, m, l, self._weights(p, kept)
 
     def _before_first_step(self):
         """Returns the maximum and the partial sums of no keys: of the sink alone where the softmax starts at it."""
@@ -193,7 +193,7 @@ class Compute:
         if self.dropout is None:
             return None
         shape, s0 = (64, self.plan.config.block_kv), self.logits.first_key(i, visited)
-        return self.dropout.draw(shape, self.t0, s0)
+        return self.dropout.draw(shape, self.t0, s0, rounded=True)
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
@@ -215,7 +215,7 @@ class Compute:
             self._let_next_issue()
             x = self._products(x_acc, k_slot, issued)
             l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
-            results = l_i, p_i if kept is None else kept.select(p_i), *of_max
+            results = l_i, p_i, *of_max
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[2 if plan.pins_maximum else 0]
             return results
@@ -233,7 +233,12 @@ class Compute:
                 acc = epilogue.times_rows(acc, rescale)
             else:
                 factor = rescale
-        return acc, factor, m, l, products.operand(plan.problem, p)
+        return acc, factor, m, l, self._weights(p, kept)
+
+    def _weights(self, p, kept):
+        """Returns probabilities as a left operand of matmuls, without those that are dropped."""
+        parts = products.operand(self.plan.problem, p)
+        return parts if kept is None else tuple(map(kept.select, parts))
 
     def _weighted_sums(self, accs, p, slot):
         """Issues P V, part by part of the values; returns how many matmuls these are."""

@@ -86,8 +86,9 @@ class Forward(QueryBlock):
         if of_max:
             m, rescale = of_max
             acc = self.mma.times_rows(acc, rescale)
+        p = p.astype(plan.problem.dtype)
         if self.dropout is not None:
-            p = self.dropout.draw(p.shape, self.t0, s0).select(p)
+            p = self.dropout.draw(p.shape, self.t0, s0, rounded=True).select(p)
         return self.mma.plus_product(acc, p, scratch["v_smem"].at[slot]), m, l
 
     def _finish(self, acc, m, l):
