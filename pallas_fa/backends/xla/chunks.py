@@ -187,6 +187,7 @@ def hull(mask: Mask, question: Literal["kv_range", "q_range"], outer: Chunks, si
     lo, hi = getattr(mask, question)(*_tiles(outer))
     xnp = intervals.array_module(lo, hi)
     lo, hi = xnp.maximum(xnp.asarray(lo, np.int32), 0), xnp.minimum(xnp.asarray(hi, np.int32), size)
+    lo, hi = (xnp.expand_dims(x, tuple(range(max(lo.ndim, hi.ndim) - x.ndim))) for x in (lo, hi))
     needed = lo < hi
     lo, hi = xnp.where(needed, lo, size), xnp.where(needed, hi, 0)
     lo, hi = (xnp.broadcast_to(x, (*x.shape[:-1], outer.count)).reshape(-1, outer.count) for x in (lo, hi))
@@ -240,7 +241,7 @@ def cut_diagonals(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> A
     start, length = _first_diagonal(queries, i, keys, j), queries.chunk + keys.chunk - 1
 
     def cut(x):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # so that the gradient of no tile is rounded
+        x = x.astype(np.promote_types(x.dtype, np.float32))  # so that the gradient of no tile is rounded
         return lax.dynamic_slice_in_dim(x, start, length, 2, allow_negative_indices=False)
 
     return diagonals.replace(tree, cut)
