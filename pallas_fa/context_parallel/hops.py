@@ -213,5 +213,5 @@ def _add_gradients(ring, pair, rows, k, v, sums):
     residuals = Residuals(pair.operands(q, k, v), out, lse)
     d_q, d_k, d_v, *d_arrays = ring.gradients(pair.problem, residuals, d_out, d_lse)
     arrays = tuple(pair.array_part.add(total, d) for total, d in zip(sums.arrays, d_arrays, strict=True))
-    tokens = (total + d.astype(total.dtype) for total, d in zip(sums[:3], (d_q, d_k, d_v), strict=True))
-    return _Gradients(*tokens, arrays)
+    add = lambda total, d: total + d.astype(total.dtype)
+    return _Gradients(add(sums.q, d_q), add(sums.k, d_k), add(sums.v, d_v), arrays)
