@@ -171,7 +171,7 @@ def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | 
         remedy = "Use scale.reshape(())." if one else "Pass scale=1.0, and multiply the query by it."
         raise TypeError(f"scale={scale!r} {rule}. {remedy}")
     if jnp.issubdtype(scale.dtype, jnp.integer):
-        scale = jnp.asarray(scale).astype(jnp.promote_types(dtype, jnp.float32))  # as a Python int
+        scale = jnp.asarray(scale).astype(np.promote_types(dtype, np.float32))  # as a Python int
     return 1.0, scores.Custom(_times, jnp.asarray(scale))
 
 

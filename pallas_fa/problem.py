@@ -55,8 +55,9 @@ class Operands(NamedTuple):
 
     def fixed(self, perturbed: "Operands") -> "Operands":
         """These operands, with no gradients of those arrays of the score for which `perturbed` has False."""
-        leaves = (i for i, is_perturbed in enumerate(jax.tree.leaves(perturbed.score)) if not is_perturbed)
-        return self._replace(score=fixed(self.score, set(leaves) & set(float_leaves(self.score))))
+        is_perturbed = jax.tree.leaves(perturbed.score)
+        numbers = (number for number, leaf in enumerate(float_leaves(self.score)) if not is_perturbed[leaf])
+        return self._replace(score=fixed(self.score, numbers))
 
     def fixed_as(self, other: "Operands") -> "Operands":
         """These operands, with no gradients of those arrays of the score of which `other`, of the same score, has none."""

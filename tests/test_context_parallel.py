@@ -358,6 +358,37 @@ def test_derivatives_of_gradients():
     close(second(sharded(ring_attention, 4, "contiguous")), second(attend))
 
 
+@pytest.mark.parametrize("constants", [{0, 1, 2, 3, 4, 5}, {4}], ids=["all", "the fifth"])
+def test_arrays_of_a_score_that_are_constants(constants):
+    """The others get their own gradients, though a ring adds positions to the leaves of the score."""
+    gains = [normal((1, T), seed) for seed in range(6)]
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def louder(x, b, n, t, s, *gains):
+        return x + sum((i + 1) * gain for i, gain in enumerate(gains)) * jnp.sin(t / 20)
+
+    def attend(q, k, v, gains, attention=pallas_fa.dot_product_attention):
+        score = scores.Custom(louder, *gains)
+        return attention(q, k, v, is_causal=True, score=score, implementation="xla")
+
+    ring = functools.partial(attend, attention=functools.partial(ring_attention, axis_name="ring", placement="zigzag"))
+    shard = P(None, "ring")
+    over_ring = jax.shard_map(ring, mesh=mesh, in_specs=(shard, shard, shard, P()), out_specs=shard)
+
+    def loss(tokens, varied, attend):
+        whole = [gains[i] if i in constants else varied[i] for i in range(6)]
+        return jnp.sum(jnp.sin(3 * attend(*(tokens[name] for name in ("query", "key", "value")), whole)))
+
+    def permuted(q, k, v, gains):
+        return from_zigzag(over_ring(*(to_zigzag(x, 1, 2) for x in (q, k, v)), gains), 1, 2)
+
+    args = tokens(), {i: gains[i] for i in range(6) if i not in constants}
+    found, expected = (
+        compile(jax.grad(functools.partial(loss, attend=x), argnums=(0, 1)), *args)(*args) for x in (permuted, attend)
+    )
+    close(found, expected)
+
+
 @pytest.mark.parametrize("axis", (0, -2))
 def test_zigzag_and_back(axis):
     x = np.arange(24).reshape(12, 2)

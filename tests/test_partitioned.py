@@ -246,6 +246,19 @@ def test_every_device_computes_its_share(name, shared):
         assert backward.output_shardings[name].is_equivalent_to(a[name].sharding, 4)
 
 
+def test_gradients_of_tokens_alone(shared):
+    """The arrays of a score are constants: where its positions are those of a shard, these have no gradients either."""
+    case = CASES["functions of all indices"]
+    a = on(mesh_of(*case.mesh), case.inputs(), case.specs, case.queries)
+    _, gradients = truth("functions of all indices")
+
+    def of_tokens(tokens, rest):
+        return gradient(tokens, lambda tokens: attend({**tokens, **rest}, **case.static))
+
+    tokens, rest = ({name: x for name, x in a.items() if (name in TOKENS) == is_token} for is_token in (True, False))
+    close(compile(of_tokens, tokens, rest)(tokens, rest), {name: gradients[name] for name in TOKENS})
+
+
 @pytest.mark.parametrize("name", ("batch and heads", "fewer key heads than shards", "rows"))
 def test_explicit_axes(name, shared):
     case = CASES[name]

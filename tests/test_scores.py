@@ -10,7 +10,7 @@ from pallas_fa.masks import Lengths
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
 from pallas_fa.scores import Alibi, Bias, Custom, Score, SoftCap
-from pallas_fa.scores.base import chain, float_arrays, with_float_arrays
+from pallas_fa.scores.base import chain, fixed, float_arrays, with_float_arrays
 from tests.cases import SCORES, Case
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -216,6 +216,16 @@ def test_scores_survive_flattening(name):
     assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
     floats = float_arrays(score)
     assert jax.tree.structure(with_float_arrays(score, [2 * x for x in floats])) == structure
+
+
+@pytest.mark.parametrize("constants", [{4}, {1, 2, 6}])
+def test_constants_stay_constants_at_other_positions(constants):
+    """However many leaves the position adds: five arrays of a function, and those of the scores round it."""
+    arrays = (np.full(7, i, np.float32) for i in range(1, 6))
+    function = Custom(lambda x, b, n, t, s, *arrays: x + sum(arrays) * t, *arrays)
+    score = Alibi(np.zeros(3, np.float32)).then(function).then(Bias(np.full(7, np.float32(6))))
+    moved = fixed(score.bind(DIMS, Lengths()), constants).moved(Part((0, 0, jnp.int32(5), jnp.int32(7)), (2, 3, 5, 7)))
+    assert [float(x.max()) for x in float_arrays(moved)] == [i for i in range(7) if i not in constants]
 
 
 @pytest.mark.smoke

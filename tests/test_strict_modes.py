@@ -1,12 +1,20 @@
 """Calls under JAX's strict modes, which users turn on to find mistakes of their own."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import pallas_fa
 from pallas_fa import masks, scores
+from pallas_fa.backends.xla import plan
+from pallas_fa.cache import KeyValueCache, PagedCache
+from pallas_fa.context_parallel import all_to_all_attention, ring_attention
 from tests.lowering import kernels
 
 MODES = {
@@ -36,6 +44,7 @@ CALLS = {
     "blocks": {"mask": masks.BlockMask(np.tri(4, dtype=np.bool_), 4), "key_value_seq_lengths": LENGTHS},
     "bias": {"bias": BIAS, "logits_soft_cap": 20.0},
     "relative bias": {"score": scores.RelativeBias(np.linspace(-1, 1, 4 * 31, dtype=np.float32).reshape(4, 31))},
+    "relative bias of 16 bits": {"score": scores.RelativeBias(jnp.zeros((4, 31), jnp.bfloat16))},
     "ALiBi": {"score": scores.Alibi(np.float32([0.5, 0.25, 0.125, 0.0625]), offset=LENGTHS)},
 }
 
@@ -59,6 +68,85 @@ def test_a_call_does_the_same(mode, call, small_chunks):
             found = with_gradient(x, implementation=implementation, **CALLS[call])
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def of_cache(make):
+    """Two prompts, then a step: what each attends to, and the lengths."""
+    query, rows = tokens(), tokens()[:, :, :2]
+    cache = make().append(rows[:, :5], rows[:, :5], LENGTHS - 3)
+    prompts = cache.attend(query[:, :5], lengths=LENGTHS - 3, local_window_size=(3, 0))
+    cache = cache.append(rows[:, 5:6], rows[:, 5:6])
+    return prompts, cache.attend(query[:, 5:6], score=scores.Alibi(np.ones(4, np.float32))), cache.lengths
+
+
+def in_pages():
+    cache = PagedCache.empty(2, 4, 8, 4, 2, 8, dtype=jnp.float32)
+    return dataclasses.replace(cache, page_table=jnp.arange(8, dtype=jnp.int32).reshape(2, 4))
+
+
+def ragged(dtype):
+    pages = tokens(dtype).reshape(4, 8, 4, 8)
+    table = np.array([[0, 1], [3, -1]], np.int32)
+    numbers = np.array([9, 5], np.int32), table, np.array([0, 2, 5], np.int32), np.array([2], np.int32)
+    return pallas_fa.ragged_paged_attention(
+        pages[0], pages, *numbers, sliding_window=4, k_scale=jnp.bfloat16(0.5), v_scale=jnp.float32(2)
+    )
+
+
+def bias_gradient(*shape):
+    loss = lambda bias: pallas_fa.dot_product_attention(tokens(), tokens(), tokens(), bias, implementation="xla").sum()
+    return jax.grad(loss)(jnp.zeros(shape, jnp.bfloat16)).astype(jnp.float32)
+
+
+def over_devices(attention, bias=None, **keywords):
+    """Gradients of 16-bit tokens, and of a 16-bit bias where one is given, over two devices."""
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    shard = P(None, "ring")
+
+    def attend(q, k, v, bias):
+        return attention(q, k, v, bias, axis_name="ring", placement="zigzag", implementation="xla", **keywords)
+
+    def loss(x, bias):
+        whole = jax.shard_map(attend, mesh=mesh, in_specs=(shard, shard, shard, P()), out_specs=shard)
+        return whole(x, x, x, bias).astype(jnp.float32).sum()
+
+    return jax.tree.map(lambda x: x.astype(jnp.float32), jax.grad(loss, argnums=(0, 1))(tokens(jnp.bfloat16), bias))
+
+
+def integer_scale():
+    x = tokens(jnp.bfloat16)
+    return pallas_fa.dot_product_attention(x, x, x, scale=jnp.int32(1)).astype(jnp.float32)
+
+
+OTHERS = {
+    "contiguous cache": functools.partial(of_cache, lambda: KeyValueCache.empty(2, 16, 2, 8, dtype=jnp.float32)),
+    "paged cache": functools.partial(of_cache, in_pages),
+    "ragged": functools.partial(ragged, jnp.float32),
+    "ragged of 16 bits": lambda: ragged(jnp.bfloat16).astype(jnp.float32),
+    "gradient of a bias of 16 bits": lambda: bias_gradient(4, 1, 16),
+    "scale of an int": integer_scale,
+    "ring": lambda: over_devices(ring_attention, is_causal=True, sinks=jnp.ones(4, jnp.bfloat16)),
+    "ring with a bias": lambda: over_devices(ring_attention, jnp.zeros((4, 1, 16), jnp.bfloat16)),
+    "all-to-all with lengths": lambda: over_devices(
+        all_to_all_attention, is_causal=True, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS
+    ),
+    "block mask": lambda: masks.block_mask(masks.Causal(), 16, 16, (4, 4)),
+}
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_promotion_is_never_implicit(call):
+    expected = OTHERS[call]()
+    with MODES["rank promotion"](), MODES["dtype promotion"]():
+        found = OTHERS[call]()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_promotion_is_never_implicit_where_xla_computes_whole_rows(monkeypatch):
+    monkeypatch.setattr(plan, "_on_gpu", lambda: True)
+    with MODES["rank promotion"](), MODES["dtype promotion"]():
+        assert bias_gradient(1, 16).any()
 
 
 def test_kernels_lower():

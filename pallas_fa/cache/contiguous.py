@@ -85,10 +85,11 @@ class KeyValueCache:
         B, S = self.key.shape[:2]
         lengths_before = rows.checked_lengths(self.lengths, B)
         new = rows.new_rows(key, value, lengths, batch=B, kept=(self.key, self.value), capacity=S)
-        position = lengths_before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)
+        row = jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
+        position = lengths_before[:, None] + row
         placed = rows.place(new, lengths_before, self.dropped, (position >= 0) & (position < S))
         # What is not written goes past the end, each row to a place of its own, where the scatter drops it.
-        position = jnp.where(placed.writes, position, S + jnp.arange(new.key.shape[1], dtype=jnp.int32))
+        position = jnp.where(placed.writes, position, S + row)
         write = jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop", unique_indices=True))
         return dataclasses.replace(
             self,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa import masks
@@ -93,7 +94,7 @@ def ragged_paged_attention(
     def run(queries, pages, lengths, table, starts, count):
         blocks = _blocks(queries.shape[0], size, lengths, starts, count[0])
         keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
-        row = jnp.arange(size, dtype=jnp.int32)
+        row = jnp.arange(size, dtype=jnp.int32)[None]
         token = blocks.first[:, None] + row
         of_blocks = jnp.take(queries, token, axis=0, mode="clip")
         known = dict(query_seq_lengths=blocks.queries, key_value_seq_lengths=blocks.keys)
@@ -105,7 +106,7 @@ def ragged_paged_attention(
     if v_scale is None:
         return out
     # In float32, whose range and digits a scale of 16 bits lacks.
-    return (out.astype(jnp.promote_types(out.dtype, jnp.float32)) * factors[2]).astype(out.dtype)
+    return (out.astype(np.promote_types(out.dtype, np.float32)) * factors[2]).astype(out.dtype)
 
 
 class _Blocks(NamedTuple):
@@ -169,7 +170,7 @@ def _factor(name, x):
         raise TypeError(f"{name}={x!r} must be a number or a scalar float array. Leave it out for 1.0.")
     if is_static_number(x) and not math.isfinite(x):
         raise ValueError(f"{name}={x!r} must be finite. Leave it out for 1.0.")
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_array(x) and not is_static_number(x) else float(x)
+    return x.astype(np.promote_types(x.dtype, np.float32)) if is_array(x) and not is_static_number(x) else float(x)
 
 
 def _count(name, x):

@@ -134,7 +134,7 @@ def place(rows: Rows, lengths: Any, dropped: Any, has_room: Any) -> Placed:
       dropped: int32 [B], of the cache.
       has_room: bool [B, T], whether there is a place for each row.
     """
-    real = jnp.arange(rows.key.shape[1], dtype=jnp.int32) < rows.count[:, None]
+    real = jnp.arange(rows.key.shape[1], dtype=jnp.int32)[None] < rows.count[:, None]
     writes = jnp.cumprod(real & has_room, axis=1, dtype=jnp.int32) > 0
     written = writes.sum(axis=1, dtype=jnp.int32)
     return Placed(writes, lengths + written, dropped + rows.count - written)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_fa import masks
@@ -109,7 +110,8 @@ class _Rules:
             return _backward(self.ring, residuals, d_out, d_lse)
         # Sinks belong to no hop: each has the log-sum-exp of whole rows, with them.
         gradients = _backward(self.ring, residuals._replace(operands=operands._replace(sinks=None)), d_out, d_lse)
-        products = jnp.where(out == 0, 0, out.astype(lse.dtype) * d_out)  # in padding out is 0, and d_out may be NaN
+        # In padding out is 0, and d_out may be NaN.
+        products = jnp.where(out == 0, 0, out.astype(lse.dtype) * d_out.astype(lse.dtype))
         return *gradients, sinks.gradient(operands.sinks, lse, products.sum(axis=-1) - d_lse)
 
     def recompute(self, operands: Operands) -> tuple[Any, Any]:
@@ -197,7 +199,7 @@ def _backward(ring, residuals, d_out, d_lse):
 
     arrays = float_arrays(operands.score)
     zeros = lambda blocks: tuple(jnp.zeros(x.shape, ring.problem.acc_dtype) for x in blocks)
-    d_arrays = tuple(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
+    d_arrays = tuple(jnp.zeros(x.shape, np.promote_types(x.dtype, np.float32)) for x in arrays)
     carry = keys, (zeros(keys.k), zeros(keys.v)), zeros(ring.split(operands.q, 1)), d_arrays
     _, d_keys, d_q, d_arrays = lax.fori_loop(0, ring.hops, one_hop, carry)
     d_k, d_v = ring.rotate(d_keys, 1 - ring.hops)  # back to the device that holds these keys
@@ -211,4 +213,5 @@ def _add_gradients(ring, pair, rows, k, v, sums):
     residuals = Residuals(pair.operands(q, k, v), out, lse)
     d_q, d_k, d_v, *d_arrays = ring.gradients(pair.problem, residuals, d_out, d_lse)
     arrays = tuple(pair.array_part.add(total, d) for total, d in zip(sums.arrays, d_arrays, strict=True))
-    return _Gradients(sums.q + d_q, sums.k + d_k, sums.v + d_v, arrays)
+    add = lambda total, d: total + d.astype(total.dtype)
+    return _Gradients(add(sums.q, d_q), add(sums.k, d_k), add(sums.v, d_v), arrays)

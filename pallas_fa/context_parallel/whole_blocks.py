@@ -152,7 +152,8 @@ def _later_hops(ring, keys, unbundle_keys, lse, later_hop):
 
 def _add(ring, gradients, d_q, d_keys):
     """Returns the sums d_q and d_keys plus the gradients (dq, dk, dv) of one hop."""
-    return tuple(a + b for a, b in zip(_to_acc_dtype(ring, gradients), (d_q, *d_keys), strict=True))
+    sums = _to_acc_dtype(ring, (d_q, *d_keys))
+    return tuple(a + b for a, b in zip(_to_acc_dtype(ring, gradients), sums, strict=True))
 
 
 def _to_acc_dtype(ring, gradients):

@@ -39,7 +39,8 @@ def of_states(states: Any, descending: bool) -> Any:
     column = np.arange(COUNTS + blocks)[None, None, None, :, None]
     of_block = lambda x: x[..., None, :]
     found = jnp.where(of_block(place) == column - COUNTS, of_block(number), 0)
-    found = jnp.where(column == 0, of_block(boundary), jnp.where(column == 1, of_block(visited), found))
+    counted = lambda x: of_block(x).astype(jnp.int32)
+    found = jnp.where(column == 0, counted(boundary), jnp.where(column == 1, counted(visited), found))
     return found.sum(axis=-1, dtype=jnp.int32)
 
 

@@ -88,7 +88,7 @@ def _states(bound, dims, q, kv):
         index = (jnp.reshape(jnp.asarray(x, jnp.int32), shape) for x, shape in zip((b, n, t, s), _ALONG, strict=True))
         allowed = jnp.broadcast_to(here.allowed(*index), (1, 1, q, columns * kv))
         count = allowed.reshape(q, columns, kv).sum(axis=(0, 2), dtype=jnp.int32)
-        return ((count > 0).astype(jnp.int8) + (count == q * kv)).astype(jnp.int8)
+        return (count > 0).astype(jnp.int8) + (count == q * kv).astype(jnp.int8)
 
     states = lax.map(row, jnp.arange(entries * of_heads * rows, dtype=jnp.int32))
     lists = block_lists.of_blocks(states.reshape(entries, of_heads, rows, columns), (T, S), (q, kv))

@@ -111,13 +111,16 @@ class Chain(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Score):
-    """The bound `score`, with the same leaves, of which those with the numbers `leaves` get no gradient."""
+    """The bound `score`, of whose float arrays those with the numbers `arrays` get no gradient.
+
+    Numbers count the float arrays alone, in the order of the leaves: `moved` may add leaves, but no floats.
+    """
 
     score: Score
-    leaves: frozenset[int]
+    arrays: frozenset[int]
 
     def moved(self, part: Part) -> "Fixed":
-        return Fixed(self.score.moved(part), self.leaves)
+        return Fixed(self.score.moved(part), self.arrays)
 
     @property
     def bound(self) -> float | None:
@@ -127,15 +130,15 @@ class Fixed(Score):
         return self.score.apply(x, b, n, t, s)
 
 
-def fixed(score: Score | None, leaves: Iterable[int]) -> Score | None:
-    """Returns `score`, whose leaves of these numbers get no gradient."""
-    leaves = frozenset(leaves)
-    return Fixed(score, leaves) if score is not None and leaves else score
+def fixed(score: Score | None, arrays: Iterable[int]) -> Score | None:
+    """Returns `score`, whose float arrays of these numbers get no gradient."""
+    arrays = frozenset(arrays)
+    return Fixed(score, arrays) if score is not None and arrays else score
 
 
 def fixed_as(score: Score | None, other: Score | None) -> Score | None:
-    """Returns `score` with those leaves fixed that are fixed in `other`, of the same structure."""
-    return Fixed(score, other.leaves) if score is not None and isinstance(other, Fixed) else score
+    """Returns `score` with those float arrays fixed that are fixed in `other`, of the same structure."""
+    return Fixed(score, other.arrays) if score is not None and isinstance(other, Fixed) else score
 
 
 def free(score: Score | None) -> Score | None:
@@ -151,9 +154,9 @@ def chain(scores: list[Score]) -> Score | None:
 
 def float_leaves(score: Score | None) -> tuple[int, ...]:
     """Returns the numbers of the leaves that get gradients: float arrays, without those that are `Fixed`."""
-    without = score.leaves if isinstance(score, Fixed) else ()
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return tuple(i for i, x in enumerate(jax.tree.leaves(score)) if is_float(x) and i not in without)
+    without = score.arrays if isinstance(score, Fixed) else ()
+    floats = (i for i, x in enumerate(jax.tree.leaves(score)) if jnp.issubdtype(x.dtype, jnp.floating))
+    return tuple(i for number, i in enumerate(floats) if number not in without)
 
 
 def float_arrays(score: Score | None) -> tuple[Any, ...]:

@@ -35,7 +35,8 @@ def merge(*results: PartialResult) -> PartialResult:
     total = sum(weights)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    out = sum((weight / total)[..., None] * result.out for weight, result in zip(weights, results, strict=True))
+    weighted = lambda weight, result: (weight / total)[..., None] * result.out.astype(weight.dtype)
+    out = sum(map(weighted, weights, results))
     return PartialResult(out, jnp.where(empty, -jnp.inf, top + jnp.log(total)))
 
 
@@ -51,5 +52,5 @@ def merge_per_element(*results: PartialResult) -> PartialResult:
     weights = [jnp.exp(lse - finite) for lse in lses]
     total = sum(weights)
     lse = jnp.where(total == 0, -jnp.inf, finite + jnp.log(total))
-    out = sum(weight * result.out for weight, result in zip(weights, results, strict=True))
+    out = sum(weight * result.out.astype(weight.dtype) for weight, result in zip(weights, results, strict=True))
     return PartialResult(out / jnp.where(total == 0, 1, total), lse[..., 0])

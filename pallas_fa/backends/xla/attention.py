@@ -129,7 +129,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     # Transposed here, so that no matmul in the loops transposes a tile of logits: up to three times as slow on a CPU.
     q_t, d_out_t = (transpose_grouped(problem, x) for x in (q.astype(ds_dtype(problem)), d_out))
     zeros = tuple(jnp.zeros(x.shape, acc_dtype) for x in (q, k, v))
-    d_arrays = tuple(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
+    d_arrays = tuple(jnp.zeros(a.shape, np.promote_types(a.dtype, np.float32)) for a in arrays)
     dq, dk, dv, d_arrays = lax.fori_loop(np.int32(0), keys.last, kv_step, (*zeros, d_arrays))
     gradients = dq, dk, dv, *d_arrays, *d_sinks
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))

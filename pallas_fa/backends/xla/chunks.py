@@ -241,7 +241,7 @@ def cut_diagonals(tree: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> A
     start, length = _first_diagonal(queries, i, keys, j), queries.chunk + keys.chunk - 1
 
     def cut(x):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # so that the gradient of no tile is rounded
+        x = x.astype(np.promote_types(x.dtype, np.float32))  # so that the gradient of no tile is rounded
         return lax.dynamic_slice_in_dim(x, start, length, 2, allow_negative_indices=False)
 
     return diagonals.replace(tree, cut)

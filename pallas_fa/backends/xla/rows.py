@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.xla import chunks, intervals_of_keys
@@ -125,7 +126,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
 
     # Each row gets one sum, so it needs no wider dtype.
     one_sum = lambda x: len(x.shape) == 4 and x.shape[rows.axis] > 1
-    sum_dtype = lambda x: x.dtype if one_sum(x) else jnp.promote_types(x.dtype, jnp.float32)
+    sum_dtype = lambda x: x.dtype if one_sum(x) else np.promote_types(x.dtype, np.float32)
     d_arrays = tuple(jnp.zeros(x.shape, sum_dtype(x)) for x in float_arrays(score))
     dk, dv = (jnp.zeros(x.shape, problem.acc_dtype) for x in (k, v))
     carry = jnp.zeros(q.shape, problem.dtype), dk, dv, d_arrays
