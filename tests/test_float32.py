@@ -74,6 +74,20 @@ def test_interpreted_kernels_are_as_exact_as_their_products(name):
         assert relative_error(x, truth.gradients[name]) < limit, name
 
 
+@pytest.mark.parametrize("precision", LIMITS)
+def test_errors_cancel_in_rows_with_one_key(precision):
+    """There the gradients of queries and keys are those through lse alone."""
+    case = dataclasses.replace(BASE, T=5, S=1, N=2, K=2)
+    inputs, truth = case.inputs(), oracle.attention(case.inputs())
+    problem, operands = problem_of(case, precision=precision)
+    d_out, d_lse = jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
+    out, lse = (jnp.asarray(x, jnp.float32) for x in (truth.out, truth.lse))
+    gradients, _ = test_backward_kernel.interpreted(problem, operands, out, lse, d_out, d_lse)
+    for name, x in zip(("query", "key"), gradients, strict=False):
+        error = np.abs(np.asarray(x, np.float64) - truth.gradients[name]).max()
+        assert error < LIMITS[precision] * np.abs(truth.gradients[name]).max(), name
+
+
 def test_few_queries():
     problem, operands = problem_of(dataclasses.replace(BASE, T=3, N=4, K=2, batch=(2,)))
     (out, lse), races = test_kernel_interpreted.interpreted(problem, operands, decode)

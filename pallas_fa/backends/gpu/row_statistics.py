@@ -19,18 +19,25 @@ class RowStatistics(NamedTuple):
     d_sinks: tuple[Any, ...]
 
 
-def row_statistics(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, lse_factor: float) -> RowStatistics:
-    """Returns lse * lse_factor, and -delta, where `lse_factor` < 0 and delta = rowsum(out * d_out) - d_lse.
+def row_sums(problem: Problem, x: Any, y: Any) -> Any:
+    """Returns rowsum(x * y) of arrays of the shape of out, float32 [B, T, N]."""
+    dims = "bthd" if problem.layout == "BTNH" else "bhtd"
+    sums = jnp.einsum(f"{dims},{dims}->{dims[:3]}", x, y, preferred_element_type=jnp.float32)
+    return sums if problem.layout == "BTNH" else jnp.swapaxes(sums, 1, 2)
 
-    With dropout, delta is divided by its scale: dS, and with it all gradients, are scaled at their ends.
+
+def row_statistics(
+    problem: Problem, residuals: Residuals, products: Any, d_lse: Any, lse_factor: float
+) -> RowStatistics:
+    """Returns lse * lse_factor, and -delta, where `lse_factor` < 0 and delta = products - d_lse.
+
+    `products`: rowsum(out * d_out), float32 [B, T, N], with the errors that dP = d_out V^T has: in a row with one key they
+    are to cancel. With dropout, delta is divided by its scale: dS, and with it all gradients, are scaled at their ends.
     Both are float32 [B, N, T rounded up to a multiple of 128]. Rows without keys or a sink, padding, and rows past the
     end get -inf and 0. Their probabilities are then 0, and so are their gradients, whatever d_lse holds there.
     """
-    operands, out, lse = residuals
+    operands, _, lse = residuals
     zero_padding = lambda x: tile.zero_padding(x[..., None], lengths_of(operands.mask).q_lengths)[..., 0]
-    dims = "bthd" if problem.layout == "BTNH" else "bhtd"
-    products = jnp.einsum(f"{dims},{dims}->{dims[:3]}", out, d_out, preferred_element_type=jnp.float32)
-    products = products if problem.layout == "BTNH" else jnp.swapaxes(products, 1, 2)
     d_sinks = ()
     if operands.sinks is not None:
         # out is 0 in padded rows, but d_out may be NaN there.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.backends.gpu import support
+from pallas_fa.backends.gpu import row_statistics, support
 from pallas_fa.operands.layout import Layout
 from pallas_fa.problem import Problem
 
@@ -109,3 +109,13 @@ def in_memory(problem: Problem, x: Any, layout: Layout) -> Any:
     # Of a number that is or becomes infinite nothing is left, and inf - inf would be NaN.
     others = (jnp.where(jnp.isfinite(first), part, 0) for part in others)
     return jnp.concatenate([first, *others], axis=layout.index("N"))
+
+
+def row_sums(problem: Problem, x: Any, y: Any) -> Any:
+    """Returns rowsum(x * y) as matmuls of `in_memory(x)` and `in_memory(y)` have it, float32 [B, T, N]."""
+    parts = parts_of(problem)
+    if parts == 1:
+        return row_statistics.row_sums(problem, x, y)
+    x, y = (tuple(part.astype(jnp.float32) for part in split(z, parts, _rounded_by_xla)) for z in (x, y))
+    sums = sum(x[i] * y[j] for i, j in pairs(parts)).sum(-1)
+    return sums if problem.layout == "BTNH" else jnp.swapaxes(sums, 1, 2)

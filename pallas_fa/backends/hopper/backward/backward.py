@@ -58,7 +58,9 @@ def backward(
     operands = residuals.operands
     plans = [choose(problem, kind, gpu, interpret) for kind in choose_passes(problem, gpu)]
     (factor,) = {plan.lse_factor for plan in plans}
-    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
+    neg_lse, delta, d_sinks = row_statistics(
+        problem, residuals, products.row_sums(problem, residuals.out, d_out), d_lse, factor
+    )
     in_range = OfDs.of(problem, residuals, d_out, d_lse)
     delta = in_range.scaled(delta)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them

@@ -15,7 +15,7 @@ from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
-from pallas_fa.backends.gpu.row_statistics import row_statistics
+from pallas_fa.backends.gpu.row_statistics import row_statistics, row_sums
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.mma.backward.choose import choose
 from pallas_fa.backends.mma.backward.gmem import named
@@ -48,7 +48,9 @@ def backward(
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
     factor = -LOG2E if problem.score is None else -1.0
-    neg_lse, delta, d_sinks = row_statistics(problem, residuals, d_out, d_lse, factor)
+    neg_lse, delta, d_sinks = row_statistics(
+        problem, residuals, row_sums(problem, residuals.out, d_out), d_lse, factor
+    )
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
