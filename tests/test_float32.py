@@ -26,6 +26,7 @@ LIMITS = {"high": 2e-5, "highest": 2e-6}
 
 CASES = {
     "full, H=128": (dataclasses.replace(BASE, T=128, S=256, H=128, Hv=128), "high"),
+    "one block of keys, H=128": (dataclasses.replace(BASE, T=100, S=60, mask="causal", H=128, Hv=128), "high"),
     "causal, six products": (dataclasses.replace(BASE, mask="causal"), "highest"),
     "lengths, bias, sinks": (
         dataclasses.replace(BASE, batch=(2,), mask="lengths", score="bias_shared", sinks="heads"),

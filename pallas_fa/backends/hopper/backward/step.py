@@ -153,8 +153,9 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
             w.barriers["dq_free"].wait(wg)
         for x in tiles_of_columns(pieces, dq.tile.chunk) if dq.is_final else pieces:
             if dq.is_final:
-                chunk = column // dq.tile.chunk
-                dq.tile.matrix(w.scratch["dq_smem"])[wg, chunk] = times(x, w.qk_scale).astype(dq.tile.dtype)
+                chunk, first = divmod(column, dq.tile.chunk)
+                place = dq.tile.matrix(w.scratch["dq_smem"]).at[wg, chunk, :, pl.ds(first, x.shape[1])]
+                place[...] = times(x, w.qk_scale).astype(dq.tile.dtype)
             else:
                 w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
             column += x.shape[1]
