@@ -44,6 +44,7 @@ def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) 
         blocks=problem.mask is not None and problem.mask.has_blocks,
         only_lengths=isinstance(problem.mask, Lengths),
         split=products.parts_of(problem) > 1,
+        dropout=problem.dropout is not None,
     )
     named = problem.config and problem.config.backward
     configs = (named,) if named else backward_configs(facts, gpu)

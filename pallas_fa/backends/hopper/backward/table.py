@@ -25,6 +25,7 @@ class BackwardFacts(NamedTuple):
     split: operands are in two parts.
     blocks: it has a block mask.
     only_lengths: it is sequence lengths alone.
+    dropout: there is dropout.
     """
 
     gives: tuple[str, ...]
@@ -40,6 +41,7 @@ class BackwardFacts(NamedTuple):
     split: bool
     blocks: bool = False
     only_lengths: bool = False
+    dropout: bool = False
 
 
 class Choice(NamedTuple):
@@ -112,6 +114,7 @@ def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
     return (BackwardConfig(2, 128, l2_head_group=l2_head_group, store_warps=1),)
 
 
+_NARROW_FUSED = (BackwardConfig(2, 64, l2_head_group=32, store_warps=1),)
 # With less memory for tiles of arrays and their gradients (evidence: backward/bias-gradient).
 _WIDE_FUSED = (
     *_wide(32),
@@ -172,6 +175,15 @@ TILES = Table(
             (Choice((), {}, _SPLIT_PAIR), _H64),
             (Choice((), {}, _SPLIT_PAIR[1:]), {}),
         )
+    ),
+    Row(
+        Choice(_NARROW_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS),
+        "library/dropout-by-philox",
+        **_H64,
+        gives=_FUSED,
+        masked=False,
+        dropout=True,
+        length=at_least(1024),
     ),
     Row(Choice(_WIDE_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS, persistent=True), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),

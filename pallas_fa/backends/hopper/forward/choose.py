@@ -45,6 +45,7 @@ def _facts(problem):
         windowed=_is_windowed(problem),
         window=_window(problem),
         window_keys=_window_keys(problem),
+        dropout=problem.dropout is not None,
     )
 
 

@@ -27,6 +27,7 @@ class ForwardFacts(NamedTuple):
     windowed: the mask, without arrays, rules out keys before the last queries.
     window: keys that a query sees at most, where the mask is a window of ints on both sides and there is no score; else 0.
     window_keys: keys that a block of 128 grouped rows sees in a window; 0 where rows may not be grouped.
+    dropout: there is dropout.
     """
 
     head_dim: int
@@ -42,6 +43,7 @@ class ForwardFacts(NamedTuple):
     windowed: bool = False
     window: int = 0
     window_keys: int = 0
+    dropout: bool = False
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
@@ -112,6 +114,12 @@ TILES = Table(
         keys=up_to(512),
     ),
     Row(
+        (ForwardConfig(2, pin_softmax=False, ping_pong=True, l2_head_group=16), *_SMALL),
+        "library/dropout-by-philox",
+        **_H64,
+        dropout=True,
+    ),
+    Row(
         (
             ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
             ForwardConfig(2, ping_pong=True),
@@ -125,6 +133,13 @@ TILES = Table(
         **_H128,
         uniform=True,
         visit_table=True,
+    ),
+    Row(
+        _two_warpgroups(pin_softmax=False, **_LATE),
+        "library/dropout-by-philox",
+        **_H128,
+        visit_table=False,
+        dropout=True,
     ),
     Row(
         (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
