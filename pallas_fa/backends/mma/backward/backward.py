@@ -48,9 +48,7 @@ def backward(
     `gpu`: the one that the kernels are for. `interpret`: for JAX's GPU interpret mode.
     """
     factor = -LOG2E if problem.score is None else -1.0
-    neg_lse, delta, d_sinks = row_statistics(
-        problem, residuals, row_sums(problem, residuals.out, d_out), d_lse, factor
-    )
+    neg_lse, delta, d_sinks = row_statistics(problem, residuals, row_sums(problem, residuals.out, d_out), d_lse, factor)
     found = {}
     for kind in passes(problem):
         plan = choose(problem, kind, gpu, interpret)
