@@ -1,14 +1,15 @@
 """How far an implementation is from the truth, and how far it may be.
 
-float32 must be within 2e-5 of float64 truth, relative to its largest element, and float64 within 1e-13. The kernels, which
-make float32 products from bfloat16 ones, may err twice as much as the plain computation at JAX's precision HIGH does, plus
-2e-5; arrays of several float32 numbers must be within 1e-4, and that is all that is asked of the gradients of queries and
-keys where no query sees a second key: they are what is left of sums of products that cancel. 16-bit floats may err twice as much as the plain computation in
-the same precision does (all logits stored, differentiated by JAX), plus one rounding; in the maximum and in the mean. One
-number, such as the gradient of a scale, may be nearly right by chance: for gradients of few elements in 16 bits, maximum
-and mean are those of the root mean square over several draws of the cotangents. To the plain error is added what the
-rounding of `out` does, which those gradients add up over all rows: its product with its cotangent is taken of the rounded
-`out`, but in the plain computation of what is not rounded yet.
+float32 must be within 2e-5 of float64 truth, relative to its largest element, and float64 within 1e-13. The kernels,
+which make float32 products from bfloat16 ones, may err twice as much as the plain computation at JAX's precision HIGH
+does, plus 2e-5; arrays of several float32 numbers must be within 1e-4, and that is all that is asked of the gradients
+of queries and keys where no query sees a second key: they are what is left of sums of products that cancel. 16-bit
+floats may err twice as much as the plain computation in the same precision does (all logits stored, differentiated by
+JAX), plus one rounding; in the maximum and in the mean. One number, such as the gradient of a scale, may be nearly
+right by chance: for gradients of few elements in 16 bits, maximum and mean are those of the root mean square over
+several draws of the cotangents. To the plain error is added what the rounding of `out` does, which those gradients add
+up over all rows: its product with its cotangent is taken of the rounded `out`, but in the plain computation of what is
+not rounded yet.
 """
 
 import contextlib
