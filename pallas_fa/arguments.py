@@ -21,7 +21,8 @@ from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import LAYOUTS, Layout
 from pallas_fa.operands.pages import Paged
-from pallas_fa.operands.pytree import is_array, is_static_number
+from pallas_fa.operands.pytree import is_array, is_finite, is_float, is_static_number
+from pallas_fa.scores.soft_cap import check_cap
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
 
@@ -65,15 +66,53 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in given.items():
         if name not in _DEFAULTS:
-            import difflib
-
-            near = difflib.get_close_matches(name, _DEFAULTS)
-            remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            raise TypeError(f"{name}={value!r} is not an argument; known are {', '.join(_DEFAULTS)}. {remedy}")
+            shown = f" of shape {tuple(value.shape)}" if is_array(value) else f"={value!r}"
+            raise TypeError(f"{name}{shown} is not an argument{_instead_of(name)}")
     for name in FLAGS:
-        if not isinstance(given.get(name, False), (bool, np.bool_, type(None))):
-            raise TypeError(f"{name}={given[name]!r} must be True or False, known while tracing.")
+        flag(name, given.get(name))
     return _DEFAULTS | {name: x for name, x in given.items() if x is not None}
+
+
+def _instead_of(name):
+    """What to write in place of an argument that is not known."""
+    if name in ELSEWHERE:
+        return f" here. {ELSEWHERE[name]}"
+    import difflib
+
+    near = difflib.get_close_matches(name, [*_DEFAULTS, "bias", "mask", "implementation", "return_residual"])
+    return f"; known are {', '.join(_DEFAULTS)}. {f'Did you mean {" or ".join(near)}?' if near else 'Leave it out.'}"
+
+
+# Arguments of flash-attn, PyTorch, FlexAttention and JAX's TPU kernels, and what to write here.
+ELSEWHERE = {
+    **dict.fromkeys(("softmax_scale", "sm_scale"), "Pass scale=."),
+    "causal": "Pass is_causal=True; where T and S differ, flash-attn's is mask=pallas_fa.masks.Causal('bottom_right').",
+    "window_size": "Pass local_window_size=, with None for -1; where T and S differ, flash-attn's is"
+    " mask=pallas_fa.masks.Window(left, right, align='bottom_right').",
+    "sliding_window": "Pass local_window_size=(n - 1, 0) for the query's own key and n - 1 before it.",
+    **dict.fromkeys(("softcap", "soft_cap"), "Pass logits_soft_cap=, with None for 0."),
+    **dict.fromkeys(("attn_mask", "attention_mask"), "Pass mask= (bool, True: may attend), or bias= if it is added."),
+    **dict.fromkeys(("attn_bias", "ab"), "Pass bias=."),
+    "dropout_p": "Pass dropout_rate=, and a JAX PRNG key as dropout_key=.",
+    "enable_gqa": "Leave it out: key and value may have fewer heads than query.",
+    "score_mod": "Pass score=pallas_fa.scores.Custom(fn), with fn(x, b, n, t, s).",
+    "mask_mod": "Pass mask=pallas_fa.masks.Custom(fn), with fn(b, n, t, s).",
+    "block_mask": "Pass mask=, a pallas_fa.masks.Mask: block_mask(mask, T, S) there finds the blocks of one.",
+    "alibi_slopes": "Pass score=pallas_fa.scores.Alibi(slopes, align='bottom_right').",
+    **dict.fromkeys(("s_aux", "learnable_sink"), "Pass sinks=."),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "Pass mask=pallas_fa.masks.from_cu_seqlens(cu_q, cu_k, T=T)."),
+    **dict.fromkeys(("return_lse", "return_attn_probs"), "Pass return_residual=True for (out, lse)."),
+}
+
+
+def flag(name: str, x: Any) -> bool:
+    """A flag, checked; None is False."""
+    if not isinstance(x, (bool, np.bool_, type(None))):
+        raise TypeError(
+            f"{name}={x!r} must be True or False, known while tracing. Pass one of them; where it is an argument of a"
+            " jitted function, name it in static_argnames."
+        )
+    return bool(x)
 
 
 def refuse_forward_mode(given: Mapping[str, Any]) -> None:
@@ -148,8 +187,9 @@ def float_array(name: str, x: Any) -> Any:
     """`x` as an array, if it is of a float type."""
     x = _array(name, x, "a float array [*B, length, heads, head dim]", "Pass an array of JAX or NumPy.")
     x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
+    if not is_float(x.dtype):
+        rule = "a float type with a sign" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
+        raise TypeError(f"{name}.dtype={x.dtype} must be {rule}. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
     return x
 
 
@@ -158,8 +198,11 @@ def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | 
     if scale is None:
         return head_dim**-0.5, None
     if is_static_number(scale):
-        if not np.isfinite(scale):
-            raise ValueError(f"scale={scale} must be finite. Leave it out for 1/sqrt(head dim) = {head_dim**-0.5:.4g}.")
+        if not is_finite(scale, dtype):
+            raise ValueError(
+                f"scale={scale} must be finite in the dtype of logits, float32 (float64 for float64). Leave it out for"
+                f" 1/sqrt(head dim) = {head_dim**-0.5:.4g}."
+            )
         return float(scale), None
     rule = "must be a float, a scalar float or int array, or None for 1/sqrt(head dim)"
     if not is_array(scale):
@@ -189,7 +232,7 @@ def bias(bias: Any) -> scores.Bias | None:
     x = _array("bias", bias, "an array, broadcastable to [*B, N, T, S]")
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.float32)  # as in jax.nn, where it is added all the same
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not is_float(x.dtype):
         raise TypeError(
             f"bias.dtype={x.dtype} must be a float type: a bias is added to the logits. Pass a bool array as `mask=`; to"
             " add it as 0 and 1, convert it with `.astype(jnp.float32)`."
@@ -210,7 +253,7 @@ def _array(name, x, what, remedy="Leave it out for none."):
         remedy = _OF_FUNCTIONS.get(name, remedy)
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. {remedy}") from e
 
 
@@ -222,13 +265,7 @@ _OF_FUNCTIONS = {
 
 def soft_cap(cap: Any) -> scores.SoftCap | None:
     """`logits_soft_cap` as a score."""
-    if cap is None:
-        return None
-    if not is_static_number(cap):
-        raise TypeError(f"logits_soft_cap={cap!r} must be a float > 0, or None. For a learned cap use scores.Custom.")
-    if not (cap > 0 and np.isfinite(cap)):
-        raise ValueError(f"logits_soft_cap={cap} must be positive and finite. Use None for no soft cap.")
-    return scores.SoftCap(cap)
+    return None if cap is None else scores.SoftCap(check_cap("logits_soft_cap", cap, "Use None"))
 
 
 def score(score: Any) -> scores.Score | None:
@@ -250,7 +287,7 @@ def sinks(dims: Dims, sinks: Any) -> Any:
     if sinks is None:
         return None
     x = _array("sinks", sinks, "a float array [N] or [*B, N]")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not is_float(x.dtype):
         raise TypeError(
             f"sinks.dtype={x.dtype} must be a float type: a sink is a logit. Convert it, e.g. with"
             " `.astype(jnp.float32)`."
@@ -335,8 +372,11 @@ def lengths_mask(dims: Dims, query_lengths: Any, key_lengths: Any) -> masks.Leng
 
 def _int_array(name, x, shape, letters, adapt=lambda x: x):
     x = adapt(offsets.int_array(name, x))
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}.shape={tuple(x.shape)} must be {letters} = {tuple(shape)}. Use jnp.broadcast_to.")
+    have, shape = tuple(x.shape), tuple(shape)
+    if have != shape:
+        each = "batch entry" if letters == "[*B]" else "token"
+        remedy = offsets.broadcast_remedy(have, shape, f"Pass one int for each {each}.")
+        raise ValueError(f"{name}.shape={have} must be {letters} = {shape}. {remedy}")
     return x
 
 

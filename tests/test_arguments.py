@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import operator
 import pathlib
+import re
 import subprocess
 import sys
 from typing import get_type_hints
@@ -13,7 +15,7 @@ import pytest
 
 import pallas_fa
 import pallas_fa.nn
-from pallas_fa import context_parallel, masks, scores
+from pallas_fa import arguments, context_parallel, masks, scores
 from pallas_fa.arguments import Arguments
 from pallas_fa.backends.mma import config as mma_config
 
@@ -54,6 +56,58 @@ def test_an_unknown_argument_is_named(function):
         function(X, X, X, is_casual=True)
     with pytest.raises(TypeError, match="typo=1 is not an argument.*known are scale"):
         function(X, X, X, typo=1)
+
+
+# Arguments of flash-attn, PyTorch, FlexAttention and JAX's TPU kernels, and what the error says to write.
+ELSEWHERE = {
+    "softmax_scale": r"Pass scale=",
+    "sm_scale": r"Pass scale=",
+    "causal": r"Pass is_causal=True.*Causal\('bottom_right'\)",
+    "window_size": r"Pass local_window_size=.*None for -1.*Window\(left, right, align='bottom_right'\)",
+    "sliding_window": r"Pass local_window_size=\(n - 1, 0\)",
+    "softcap": r"Pass logits_soft_cap=.*None for 0",
+    "attn_mask": r"Pass mask= .*or bias=",
+    "attn_bias": r"Pass bias=",
+    "dropout_p": r"Pass dropout_rate=.*dropout_key=",
+    "enable_gqa": r"Leave it out: .*fewer heads",
+    "score_mod": r"Pass score=pallas_fa.scores.Custom\(fn\)",
+    "mask_mod": r"Pass mask=pallas_fa.masks.Custom\(fn\)",
+    "block_mask": r"Pass mask=.*block_mask\(mask, T, S\)",
+    "alibi_slopes": r"Pass score=pallas_fa.scores.Alibi\(slopes, align='bottom_right'\)",
+    "s_aux": r"Pass sinks=",
+    "cu_seqlens_q": r"Pass mask=pallas_fa.masks.from_cu_seqlens\(cu_q, cu_k, T=T\)",
+    "return_lse": r"Pass return_residual=True",
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_argument_of_another_library_is_answered_with_ours(name):
+    for function in (pallas_fa.dot_product_attention, pallas_fa.explain, pallas_fa.nn.attention_fn):
+        with pytest.raises(TypeError, match=f"^{name}=7 is not an argument here. {ELSEWHERE[name]}"):
+            function(X, X, X, **{name: 7})
+    with pytest.raises(TypeError, match=rf"^{name} of shape \(1, 4, 2, 8\) is not an argument here"):
+        pallas_fa.dot_product_attention(X, X, X, **{name: X})
+
+
+def test_the_advice_for_another_library_is_made_of_ours():
+    """What the errors say to pass is an argument, or a name of the package."""
+    known = inspect.signature(pallas_fa.dot_product_attention).parameters
+    for advice in arguments.ELSEWHERE.values():
+        assert set(re.findall(r"\b(?:Pass|or|as|is) (\w+)=", advice)) <= set(known)
+        for path in re.findall(r"pallas_fa\.([\w.]*\w)", advice):
+            assert operator.attrgetter(path)(pallas_fa) is not None
+
+
+def test_a_misspelt_argument_that_is_no_option():
+    with pytest.raises(TypeError, match="implementaton='xla' is not an argument.*Did you mean implementation"):
+        pallas_fa.dot_product_attention(X, X, X, implementaton="xla")
+
+
+def test_explain_takes_scalars_of_numpy_as_the_call_does():
+    """A flag, and a scale that is static: a traced one would be another problem."""
+    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+    for name, ours, of_numpy in (("is_causal", True, np.True_), ("scale", 0.5, np.float32(0.5))):
+        assert pallas_fa.explain(x, x, x, **{name: of_numpy}) == pallas_fa.explain(x, x, x, **{name: ours})
 
 
 def test_none_is_what_is_not_given():
@@ -122,6 +176,27 @@ def test_how_to_align_a_mask(shape, index):
     aligned = eval(written, {"mask": mask})
     expected = jnp.ones_like(q)
     np.testing.assert_allclose(pallas_fa.dot_product_attention(q, k, k, mask=aligned), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ((2, 5), (3, 5), (2, 1, 5), (4,)))
+def test_how_to_align_a_mask_that_fits_in_several_ways(shape):
+    """With T == S each way is named by its dims: the first that comes to mind may not be the one that is meant."""
+    x = jnp.ones((2, 5, 3, 8)) if shape != (4,) else jnp.ones((4, 5, 4, 8))
+    mask = np.ones(shape, bool)
+    with pytest.raises(ValueError) as error:
+        pallas_fa.dot_product_attention(x, x, x, mask=mask)
+    sizes = dict(zip("BTN", x.shape, strict=False)) | {"S": 5, "1": 1}
+    advice = re.findall(r"`(mask\[[^`]*)` if it is \[([^]]*)\]", str(error.value))
+    fitting = {dims.replace(", ", "") for _, dims in advice}
+    assert (
+        fitting
+        == {"25": {"BT", "BS"}, "35": {"NT", "NS"}, "215": {"B1T", "B1S"}, "4": {"B", "N"}}["".join(map(str, shape))]
+    )
+    for written, dims in advice:
+        aligned = eval(written, {"mask": mask})
+        named = [1 if letter not in dims.split(", ") else sizes[letter] for letter in "BNTS"]
+        assert aligned.shape == tuple(named)[-aligned.ndim :], (written, dims)
+        pallas_fa.dot_product_attention(x, x, x, mask=aligned)
 
 
 def test_two_dims():

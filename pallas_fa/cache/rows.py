@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_fa.arguments import float_array
 from pallas_fa.operands.offsets import as_int32, check_fits, int_array
-from pallas_fa.operands.pytree import as_count, is_array
+from pallas_fa.operands.pytree import as_count, is_array, is_float
 
 
 class Rows(NamedTuple):
@@ -46,10 +46,10 @@ def check_sizes(**sizes: Any) -> None:
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError unless `dtype` is one of floats."""
     try:
-        is_float = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        fits = dtype is not None and is_float(jnp.dtype(dtype))
     except TypeError:  # it names no dtype
-        is_float = False
-    if not is_float:
+        fits = False
+    if not fits:
         raise TypeError(
             f"dtype={dtype!r} must be a float dtype, that of the keys and values to come. Pass jnp.bfloat16."
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, refuse_forward_mode, with_signature
+from pallas_fa.arguments import Arguments, flag, refuse_forward_mode, with_signature
 from pallas_fa.attention import run
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
@@ -100,6 +100,7 @@ def all_to_all_attention(
     """
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
+    return_residual = flag("return_residual", return_residual)
     checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_forward_mode(arguments)
     local, _ = normalise(query, key, value, layout=arguments.get("layout") or "BTNH")

@@ -97,6 +97,13 @@ def as_int32(x: Any) -> Any:
     return jnp.asarray(x, jnp.int32)
 
 
+def broadcast_remedy(have: tuple[int, ...], want: tuple[int, ...], otherwise: str) -> str:
+    """Returns how to bring an array of shape `have` to the shape `want`: `otherwise` where it cannot be broadcast."""
+    pairs = zip(reversed(have), reversed(want), strict=False)
+    fits = len(have) <= len(want) and all(a in (1, b) for a, b in pairs)
+    return f"Use jnp.broadcast_to(x, {want})." if fits else otherwise
+
+
 def check_fits(name: str, x: Any, remedy: str) -> None:
     """Raises ValueError if values of a NumPy array are past its integers in JAX, which would wrap them around.
 
@@ -131,6 +138,8 @@ def int_array(name: str, x: Any) -> Any:
             x = jnp.asarray(x)
         except OverflowError:  # past JAX's integers: kept, for `as_int32` to saturate or `check_fits` to refuse
             x = np.asarray(x)
+            if x.dtype == object:
+                raise TypeError(f"{name} holds an int of more than 64 bits. Pass a smaller one.") from None
         except (TypeError, ValueError) as e:
             raise TypeError(f"{name}={x!r} must be an int array, with an int in each place of it.") from e
     if not jnp.issubdtype(x.dtype, jnp.integer):

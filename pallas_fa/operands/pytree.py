@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -27,7 +28,17 @@ def is_static_number(x: Any) -> bool:
 
 def is_static_int(x: Any) -> bool:
     """Returns whether `x` is a Python or NumPy scalar of integer value."""
-    return is_static_number(x) and math.isfinite(x) and x == int(x)
+    return is_static_number(x) and (isinstance(x, (int, np.integer)) or math.isfinite(x) and x == int(x))
+
+
+def is_finite(x: Any, dtype: Any = np.float32) -> bool:
+    """Returns whether a static number is finite in the dtype of logits: float64 for inputs of it, else float32."""
+    return bool(abs(x) <= float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max))
+
+
+def is_float(dtype: Any) -> bool:
+    """Returns whether `dtype` is one of floats, with a sign: float8_e8m0fnu holds powers of two, the scales of others."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float8_e8m0fnu
 
 
 def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:

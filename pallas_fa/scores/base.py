@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
-from pallas_fa.operands.pytree import Node, is_array
+from pallas_fa.operands.pytree import Node, is_array, is_float
 
 
 class Score(Node):
@@ -199,8 +199,8 @@ def float_array(name: str, x: Any) -> Any:
     if not is_array(x):
         try:
             x = jnp.asarray(x)
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, OverflowError) as e:
             raise TypeError(f"{name}={x!r} is of type {type(x).__name__}; it must be a float array.") from e
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not is_float(x.dtype):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it with `.astype(jnp.float32)`.")
     return x
