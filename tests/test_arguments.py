@@ -252,6 +252,8 @@ from pallas_fa import masks, scores
 def attend(x: jax.Array):
     reveal_type(pallas_fa.dot_product_attention(x, x, x, is_causal=True, mask=masks.Causal() & masks.Window(3, 0)))
     reveal_type(pallas_fa.dot_product_attention(x, x, x, score=scores.SoftCap(3.0), return_residual=True))
+    reveal_type(pallas_fa.paged_attention(x, x, x, x, x))
+    reveal_type(pallas_fa.paged_attention(x, x, x, x, x, return_residual=True))
     pallas_fa.dot_product_attention(x, x, x, is_causal="yes")
     pallas_fa.dot_product_attention(x, x, x, is_casual=True)
 """
@@ -264,5 +266,6 @@ def test_a_type_checker_knows_what_a_call_returns(tmp_path):
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
     said = [(x["severity"], x["range"]["start"]["line"]) for x in found]
-    assert said == [("information", 6), ("information", 7), ("error", 8), ("error", 9)], found
-    assert '"Array"' in found[0]["message"] and '"tuple[Array, Array]"' in found[1]["message"]
+    assert said == [*(("information", line) for line in (6, 7, 8, 9)), ("error", 10), ("error", 11)], found
+    assert all('"Array"' in found[i]["message"] for i in (0, 2))
+    assert all('"tuple[Array, Array]"' in found[i]["message"] for i in (1, 3))

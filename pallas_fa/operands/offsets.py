@@ -127,13 +127,13 @@ def per_tile(x: Any) -> Any:
     return x[:, :, 0] if is_array(x) and jnp.ndim(x) else x
 
 
-def int_array(name: str, x: Any) -> Any:
-    """Returns `x` as an int array; raises TypeError if it is none."""
+def int_array(name: str, x: Any, remedy: str = "Pass one of JAX or NumPy, or a list of ints.") -> Any:
+    """Returns `x` as an int array; raises TypeError if it is none. `remedy`: what to pass in place of None and the like."""
     if not is_array(x):
         if isinstance(x, bool):
             raise TypeError(f"{name}={x!r} must be an int or an int array. Pass {int(x)} if that is meant.")
         if not isinstance(x, (int, list, tuple)):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array.")
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array. {remedy}")
         try:
             x = jnp.asarray(x)
         except OverflowError:  # past JAX's integers: kept, for `as_int32` to saturate or `check_fits` to refuse
