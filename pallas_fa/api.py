@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, flag, with_signature
+from pallas_fa.arguments import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
-from pallas_fa.operands.pytree import arrays_of, is_array
+from pallas_fa.operands.pytree import arrays_of, as_flag, is_array
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -119,7 +119,7 @@ def dot_product_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
-    return_residual = flag("return_residual", return_residual)
+    return_residual = as_flag("return_residual", return_residual)
     out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **arguments)
     return (out, lse) if return_residual else out
 
@@ -129,7 +129,7 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
-    flag("return_residual", return_residual)
+    as_flag("return_residual", return_residual)
     return explain_normalised(normalise, implementation, *args, **kwargs)
 
 

@@ -21,7 +21,7 @@ from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import LAYOUTS, Layout
 from pallas_fa.operands.pages import Paged
-from pallas_fa.operands.pytree import is_array, is_finite, is_float, is_static_number
+from pallas_fa.operands.pytree import as_flag, is_array, is_finite, is_float, is_static_number
 from pallas_fa.scores.soft_cap import check_cap
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
@@ -69,7 +69,7 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
             shown = f" of shape {tuple(value.shape)}" if is_array(value) else f"={value!r}"
             raise TypeError(f"{name}{shown} is not an argument{_instead_of(name)}")
     for name in FLAGS:
-        flag(name, given.get(name))
+        as_flag(name, given.get(name))
     return _DEFAULTS | {name: x for name, x in given.items() if x is not None}
 
 
@@ -103,16 +103,6 @@ ELSEWHERE = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "Pass mask=pallas_fa.masks.from_cu_seqlens(cu_q, cu_k, T=T)."),
     **dict.fromkeys(("return_lse", "return_attn_probs"), "Pass return_residual=True for (out, lse)."),
 }
-
-
-def flag(name: str, x: Any) -> bool:
-    """A flag, checked; None is False."""
-    if not isinstance(x, (bool, np.bool_, type(None))):
-        raise TypeError(
-            f"{name}={x!r} must be True or False, known while tracing. Pass one of them; where it is an argument of a"
-            " jitted function, name it in static_argnames."
-        )
-    return bool(x)
 
 
 def refuse_forward_mode(given: Mapping[str, Any]) -> None:
@@ -183,9 +173,9 @@ def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
     return fn
 
 
-def float_array(name: str, x: Any) -> Any:
-    """`x` as an array, if it is of a float type."""
-    x = _array(name, x, "a float array [*B, length, heads, head dim]", "Pass an array of JAX or NumPy.")
+def float_array(name: str, x: Any, dims: str = "[*B, length, heads, head dim]") -> Any:
+    """`x` as an array, if it is of a float type; `dims` is what its dims are called."""
+    x = _array(name, x, f"a float array {dims}", "Pass an array of JAX or NumPy.")
     x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
     if not is_float(x.dtype):
         rule = "a float type with a sign" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
@@ -242,6 +232,11 @@ def bias(bias: Any) -> scores.Bias | None:
 
 def _array(name, x, what, remedy="Leave it out for none."):
     """`x` as an array; what is none, but another kind of argument, is named."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name}={x!r} has no values; it must be {what}. Pass shapes alone to pallas_fa.explain, or to the call by"
+            " jax.eval_shape."
+        )
     if is_array(x):
         return x
     for kind, keyword in ((masks.Mask, "mask"), (scores.Score, "score")):
@@ -307,7 +302,9 @@ def mask(mask: Any) -> masks.Mask | None:
     """`mask`, an array or a mask, as a mask."""
     if mask is None or isinstance(mask, masks.Mask):
         return mask
-    x = _array("mask", mask, "a bool array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask")
+    several = isinstance(mask, (list, tuple)) and any(isinstance(x, masks.Mask) for x in mask)
+    remedy = "Combine masks by `&` or `|`." if several else "Leave it out for none."
+    x: Any = _array("mask", mask, "a bool array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask", remedy)
     if x.dtype != jnp.bool_:
         raise TypeError(
             f"mask.dtype={x.dtype} must be bool (True: may attend). For a 0/1 mask pass `mask != 0`; pass an additive"

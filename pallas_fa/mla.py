@@ -9,10 +9,10 @@ from jax.typing import ArrayLike
 
 from pallas_fa import masks
 from pallas_fa.api import explain_normalised
-from pallas_fa.arguments import flag, float_array
+from pallas_fa.arguments import float_array
 from pallas_fa.attention import run
 from pallas_fa.operands.offsets import broadcast_remedy, int_array
-from pallas_fa.operands.pytree import is_finite, is_static_int, is_static_number
+from pallas_fa.operands.pytree import as_flag, is_finite, is_static_int, is_static_number
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -84,7 +84,7 @@ def mla_decode_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
-    return_residual = flag("return_residual", return_residual)
+    return_residual = as_flag("return_residual", return_residual)
     out, lse = _attend(query, cache, scale, value_dim, lengths, implementation)
     return (out, lse) if return_residual else out
 
@@ -94,7 +94,7 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
-    flag("return_residual", return_residual)
+    as_flag("return_residual", return_residual)
     return explain_normalised(_normalise, implementation, *args, **kwargs)
 
 
@@ -104,7 +104,7 @@ def _attend(query, cache, scale, value_dim, lengths, implementation):
 
 
 def _normalise(query, cache, *, scale, value_dim=512, lengths=None):
-    query, cache = float_array("query", query), float_array("cache", cache)
+    query, cache = float_array("query", query, "[*B, T, N, H]"), float_array("cache", cache, "[*B, S, H]")
     if query.ndim < 3 or cache.shape != (*query.shape[:-3], *cache.shape[-2:-1], query.shape[-1]):
         raise ValueError(
             f"query.shape={query.shape} and cache.shape={cache.shape} must be [*B, T, N, H] and [*B, S, H], with the same *B"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import get_type_hints
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -121,6 +122,7 @@ def test_none_is_what_is_not_given():
         ({"mask": masks.Causal}, r"mask is the class Causal.*mask=Causal\(\.\.\.\)"),
         ({"mask": "causal"}, "mask='causal' is a str; it must be a bool array"),
         ({"mask": scores.SoftCap(3.0)}, "mask is a SoftCap.*Pass it as `score=`"),
+        ({"mask": (masks.Causal(), masks.Window(3, 0))}, "is a tuple; it must be a bool array.* Combine masks by `&`"),
         ({"bias": scores.SoftCap(3.0)}, "bias is a SoftCap.*Pass it as `score=`"),
         ({"bias": masks.Causal()}, "bias is a Causal.*Pass it as `mask=`"),
         ({"score": masks.Causal()}, "score is a Causal.*Pass it as `mask=`"),
@@ -132,6 +134,14 @@ def test_one_kind_of_argument_for_another(keywords, message):
     for function in (pallas_fa.dot_product_attention, pallas_fa.explain):
         with pytest.raises(TypeError, match=message):
             function(X, X, X, **keywords)
+
+
+def test_shapes_are_for_explain():
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    with pytest.raises(TypeError, match=r"^query=ShapeDtypeStruct\(.*has no values.*pallas_fa.explain.*jax.eval_shape"):
+        pallas_fa.dot_product_attention(shape, shape, shape)
+    with pytest.raises(TypeError, match="^bias=ShapeDtypeStruct.*has no values"):
+        pallas_fa.dot_product_attention(X, X, X, bias=jax.ShapeDtypeStruct((4, 4), X.dtype))
 
 
 def test_masks_and_scores_are_not_true_or_false():

@@ -320,6 +320,15 @@ _DEPENDS = "pass batch= and heads="
 WRONG = {
     "an int array": (lambda: BlockMask(np.ones((2, 4), int)), "TypeError: BlockMask takes a bool array .* `blocks != 0`"),
     "a vector": (lambda: BlockMask(np.ones(4, bool)), "TypeError: BlockMask takes a bool array"),
+    "a hole": (lambda: BlockMask([[True], [True, False]]), "TypeError: BlockMask takes a bool array .*got list"),
+    "a function inside": (
+        lambda: BlockMask(np.ones((2, 4), bool), mask=PATTERNS["natten"]),
+        r"TypeError: mask is a function; it must be a Mask or None.*Custom\(fn\)",
+    ),
+    "an array inside": (
+        lambda: BlockMask(np.ones((2, 4), bool), mask=np.ones((T, S), bool)),
+        r"TypeError: mask is a ndarray; it must be a Mask or None.*Dense\(array\)",
+    ),
     "no block": (lambda: BlockMask(np.ones((2, 4), bool), 0), "ValueError: block=0 must be"),
     "a function": (lambda: block_mask(PATTERNS["natten"], T, S), r"TypeError: .*function.*Custom\(fn\)"),
     "no mask": (lambda: block_mask(np.ones((T, S), bool), T, S), "TypeError: .*Dense"),

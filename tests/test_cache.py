@@ -231,8 +231,11 @@ BROKEN = {
         lambda x: x.astype(jnp.bfloat16),
         "bfloat16 .* and .* float32 .* must agree but for the head dim",
     ),
+    "integers": (lambda x: x.astype(jnp.int8), r"dtype=int8 must be a float type. Make the cache with `empty`"),
     "layers": (lambda x: x[None], r"shape=\(1, .*, but must be an array \[.*, head dim\]. Make the cache with `empty`"),
     "a list": (lambda x: [1.0], "is a list, but must be an array"),
+    "text": (lambda x: "keys", "is a str, but must be an array"),
+    "nothing": (lambda x: None, "is a NoneType, but must be an array"),
 }
 
 
@@ -243,7 +246,7 @@ def test_keys_and_values_belong_together(name, make):
     cache, keys = make(), "key" if make is contiguous else "key_pages"
     cache = dataclasses.replace(cache, **{keys: change(getattr(cache, keys))})
     for call in (lambda: cache.append(*ROWS), lambda: cache.attend(QUERY)):
-        with pytest.raises(ValueError, match=f"^the cache's {keys}.*{message}"):
+        with pytest.raises((ValueError, TypeError), match=f"^the cache's {keys}.*{message}"):
             call()
 
 
@@ -266,6 +269,8 @@ def test_wrong_sizes_and_arguments():
     for cache in (contiguous(), paged()):
         with pytest.raises(ValueError, match=r"^lengths.shape=\(2,\) must be \[B\]=\(3,\): how many of the queries"):
             cache.attend(normal(B, 1, N, H), lengths=jnp.ones(2, int))
+        with pytest.raises(TypeError, match="^dropout_rate=.* must be a Python float"):
+            cache.attend(normal(B, 1, N, H), dropout_rate=jnp.zeros(2))
         with pytest.raises(TypeError, match="^lengths.dtype=float32 must be"):
             cache.attend(normal(B, 1, N, H), lengths=jnp.ones(B))
     for dtype in ("int8", "bf16", None, 3):

@@ -436,6 +436,7 @@ BAD_CONSTRUCTION = {
     "window of half": (lambda: masks.Window(None, 1.5), TypeError, ("right=1.5", "int", "None")),
     "window of infinity": (lambda: masks.Window(math.inf), TypeError, ("left=inf", "None")),
     "window of a pair": (lambda: masks.Window((3, 0)), TypeError, ("left=(3, 0)", "int array", "None")),
+    "offsets as align": (lambda: masks.Causal(np.ones(2, int)), ValueError, ("align=array([1, 1])", "offset=")),
     "offset as align": (lambda: masks.Causal(3), ValueError, ("align=3", "offset=")),
     "slopes of None": (lambda: scores.Alibi(None), TypeError, ("slopes=None", "float array")),
     "align of a window": (lambda: masks.Window(1, align="left"), ValueError, ("align='left'", "Window", "'bottom_right'")),
@@ -487,6 +488,8 @@ BAD_CONSTRUCTION = {
         TypeError,
         ("strip=", "signature (q, k)", "one argument", "offsets s - t", "scores.Custom(fn)"),
     ),
+    "then of a class": (lambda: scores.SoftCap(1).then(scores.SoftCap), TypeError, ("class SoftCap", "Make one: SoftCap(")),
+    "chain": (lambda: scores.Chain((scores.SoftCap(1), 3)), TypeError, ("Chain takes a Score", "int", "Custom(fn)")),
     "then": (lambda: scores.SoftCap(1).then(jnp.tanh), TypeError, ("then", "Score", "scores.Custom(fn)")),
 }  # fmt: skip
 

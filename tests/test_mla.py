@@ -123,7 +123,7 @@ def test_parts_fill_the_gpu():
         ({"value_dim": 577}, ValueError, "value_dim=577"),
         ({"lengths": np.array([3], np.int32)}, ValueError, r"^lengths.shape=\(1,\) must be \[\*B\] = \(2,\)"),
         ({"cache": normal(2, 8, H).astype(jnp.float16)}, ValueError, "query.dtype=float32 and cache.dtype=float16"),
-        ({"scale": float("nan")}, ValueError, "scale=nan must be finite. Pass"),
+        ({"scale": float("nan")}, ValueError, "scale=nan must be finite in the dtype of logits.* Pass"),
         ({"value_dim": True}, ValueError, "value_dim=True"),
         ({"implementation": "mosaic_gpu"}, NotImplementedError, "float32 inputs"),
         ({"implementation": "mosaic_gpu", "value_dim": 64}, NotImplementedError, "it takes 576 and 512"),

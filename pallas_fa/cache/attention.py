@@ -8,12 +8,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa.api import explain_normalised
-from pallas_fa.arguments import Arguments, flag, float_array, with_signature
+from pallas_fa.arguments import Arguments, float_array, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask
 from pallas_fa.operands.offsets import int_array
 from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -107,7 +108,7 @@ def paged_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
     """
-    return_residual = flag("return_residual", return_residual)
+    return_residual = as_flag("return_residual", return_residual)
     key, value, given = _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments)
     out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **given)
     return (out, lse) if return_residual else out
@@ -118,7 +119,7 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
-    flag("return_residual", return_residual)
+    as_flag("return_residual", return_residual)
     return explain_normalised(_normalise, implementation, *args, **kwargs)
 
 
@@ -153,9 +154,9 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"page_layout={layout!r} is not one of {', '.join(map(repr, PAGE_LAYOUTS))}: pages [P, page, K, H], or"
             " [K, P, page, H]. Transpose other arrays."
         )
-    arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
-    query, key_pages, value_pages = (float_array(name, x) for name, x in arrays.items())
     dims = "[P, page, K, head dim]" if layout == "PSKH" else "[K, P, page, head dim]"
+    query = float_array("query", query, "[B, T, N, H]")
+    key_pages, value_pages = float_array("key_pages", key_pages, dims), float_array("value_pages", value_pages, dims)
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.ndim != 4 or 0 in x.shape[:3]:
             raise ValueError(f"{name}.shape={tuple(x.shape)} must be {dims}, with no dim of size 0. Reshape it.")

@@ -74,7 +74,7 @@ def ragged_paged_attention(
       NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
     """
     del mask_value, num_kv_pages_per_block, vmem_limit_bytes
-    queries, pages = float_array("q", q), float_array("kv_pages", kv_pages)
+    queries, pages = float_array("q", q, "[tokens, N, H]"), float_array("kv_pages", kv_pages, "[P, page, 2 K, H]")
     given = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
     lengths, table, starts, count = (as_int32(int_array(name, x)) for name, x in given.items())
     _check(queries, pages, lengths, table, starts, count)

@@ -57,7 +57,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def check_kept(dims: str, **kept: Any) -> None:
-    """Raises ValueError unless the arrays of keys and of values of a cache, by name, belong together.
+    """Raises unless the arrays of keys and of values of a cache, by name, belong together.
 
     `dims` is what their dims are called.
     """
@@ -65,6 +65,8 @@ def check_kept(dims: str, **kept: Any) -> None:
         if not is_array(x) or len(x.shape) != 4:
             shown = f".shape={tuple(x.shape)}" if is_array(x) else f" is a {type(x).__name__}"
             raise ValueError(f"the cache's {name}{shown}, but must be an array {dims}. Make the cache with `empty`.")
+        if not is_float(x.dtype):
+            raise TypeError(f"the cache's {name}.dtype={x.dtype} must be a float type. Make the cache with `empty`.")
     (key_name, key), (value_name, value) = kept.items()
     if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
         raise ValueError(

@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_fa import masks
-from pallas_fa.arguments import Arguments, flag, refuse_forward_mode, segment_mask, with_signature
+from pallas_fa.arguments import Arguments, refuse_forward_mode, segment_mask, with_signature
 from pallas_fa.attention import run
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
@@ -20,6 +20,7 @@ from pallas_fa.operands import diagonals
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import transpose
 from pallas_fa.operands.part import Part
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.problem import Operands, Problem, normalise
 from pallas_fa.softmax.merging import PartialResult, merge
 
@@ -108,7 +109,7 @@ def decode_attention(
     """
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
-    return_residual = flag("return_residual", return_residual)
+    return_residual = as_flag("return_residual", return_residual)
     checks.require_shards(axis_name, key=key, value=value)
     whole = {name: x for name, x in arguments.items() if name != "key_value_segment_ids"}
     checks.require_replicated(axis_name, query=query, bias=bias, mask=mask, **whole)

@@ -17,6 +17,7 @@ from pallas_fa.arguments import Arguments, dropout_rate, with_signature
 from pallas_fa.masks import Mask
 from pallas_fa.nn.visible_keys import bounded
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.scores import Score
 
 
@@ -106,8 +107,9 @@ def attention_fn(
 
 def _set_dropout(arguments: Arguments, rng: Any, deterministic: bool) -> None:
     """Brings the arguments of dropout to those of `dot_product_attention`."""
-    rate, key = dropout_rate(arguments.get("dropout_rate") or 0.0), arguments.get("dropout_key")
-    if deterministic or rate == 0:
+    rate, key = arguments.get("dropout_rate"), arguments.get("dropout_key")
+    rate = 0.0 if rate is None else dropout_rate(rate)
+    if as_flag("deterministic", deterministic) or rate == 0:
         arguments["dropout_rate"] = 0.0
         return
     if rng is not None and key is not None:

@@ -28,7 +28,7 @@ def check(name: str, x: Any) -> Any:
 
 def check_align(kind: str, align: Any) -> None:
     """Raises ValueError unless `align` is one of `Align`; `kind` is what it aligns."""
-    if align not in ("top_left", "bottom_right"):
+    if is_array(align) or align not in ("top_left", "bottom_right"):
         by_name = "" if isinstance(align, str) else " Give an offset by its name, offset=."
         raise ValueError(f"align={align!r} is not a way to align {kind}. Use 'top_left' or 'bottom_right'.{by_name}")
 

@@ -52,6 +52,16 @@ def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
     return count
 
 
+def as_flag(name: str, x: Any) -> bool:
+    """Returns `x` as a bool, None as False; raises TypeError for all else, of which some, like "no", count as True."""
+    if not isinstance(x, (bool, np.bool_, type(None))):
+        raise TypeError(
+            f"{name}={x!r} must be True or False, known while tracing. Pass one of them; where it is an argument of a"
+            " jitted function, name it in static_argnames."
+        )
+    return bool(x)
+
+
 def arrays_of(tree: Any, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the arrays (`which`) in a tree of arguments, and a function that rebuilds the tree around others."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
