@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa import masks, scores
+from pallas_fa.arguments_elsewhere import ELSEWHERE
 from pallas_fa.masks.band import check_side
 from pallas_fa.masks.segments import check_ids
 from pallas_fa.operands import offsets
@@ -81,28 +82,6 @@ def _instead_of(name):
 
     near = difflib.get_close_matches(name, [*_DEFAULTS, "bias", "mask", "implementation", "return_residual"])
     return f"; known are {', '.join(_DEFAULTS)}. {f'Did you mean {" or ".join(near)}?' if near else 'Leave it out.'}"
-
-
-# Arguments of flash-attn, PyTorch, FlexAttention and JAX's TPU kernels, and what to write here.
-ELSEWHERE = {
-    **dict.fromkeys(("softmax_scale", "sm_scale"), "Pass scale=."),
-    "causal": "Pass is_causal=True; where T and S differ, flash-attn's is mask=pallas_fa.masks.Causal('bottom_right').",
-    "window_size": "Pass local_window_size=, with None for -1; where T and S differ, flash-attn's is"
-    " mask=pallas_fa.masks.Window(left, right, align='bottom_right').",
-    "sliding_window": "Pass local_window_size=(n - 1, 0) for the query's own key and n - 1 before it.",
-    **dict.fromkeys(("softcap", "soft_cap"), "Pass logits_soft_cap=, with None for 0."),
-    **dict.fromkeys(("attn_mask", "attention_mask"), "Pass mask= (bool, True: may attend), or bias= if it is added."),
-    **dict.fromkeys(("attn_bias", "ab"), "Pass bias=."),
-    "dropout_p": "Pass dropout_rate=, and a JAX PRNG key as dropout_key=.",
-    "enable_gqa": "Leave it out: key and value may have fewer heads than query.",
-    "score_mod": "Pass score=pallas_fa.scores.Custom(fn), with fn(x, b, n, t, s).",
-    "mask_mod": "Pass mask=pallas_fa.masks.Custom(fn), with fn(b, n, t, s).",
-    "block_mask": "Pass mask=, a pallas_fa.masks.Mask: block_mask(mask, T, S) there finds the blocks of one.",
-    "alibi_slopes": "Pass score=pallas_fa.scores.Alibi(slopes, align='bottom_right').",
-    **dict.fromkeys(("s_aux", "learnable_sink"), "Pass sinks=."),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "Pass mask=pallas_fa.masks.from_cu_seqlens(cu_q, cu_k, T=T)."),
-    **dict.fromkeys(("return_lse", "return_attn_probs"), "Pass return_residual=True for (out, lse)."),
-}
 
 
 def refuse_forward_mode(given: Mapping[str, Any]) -> None:
@@ -175,7 +154,7 @@ def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
 
 def float_array(name: str, x: Any, dims: str = "[*B, length, heads, head dim]") -> Any:
     """`x` as an array, if it is of a float type; `dims` is what its dims are called."""
-    x = _array(name, x, f"a float array {dims}", "Pass an array of JAX or NumPy.")
+    x = array(name, x, f"a float array {dims}", "Pass an array of JAX or NumPy.")
     x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
     if not is_float(x.dtype):
         rule = "a float type with a sign" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
@@ -219,7 +198,7 @@ def bias(bias: Any) -> scores.Bias | None:
     """`bias` as a score."""
     if bias is None:
         return None
-    x = _array("bias", bias, "an array, broadcastable to [*B, N, T, S]")
+    x = array("bias", bias, "an array, broadcastable to [*B, N, T, S]")
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.float32)  # as in jax.nn, where it is added all the same
     if not is_float(x.dtype):
@@ -230,8 +209,8 @@ def bias(bias: Any) -> scores.Bias | None:
     return scores.Bias(x)
 
 
-def _array(name, x, what, remedy="Leave it out for none."):
-    """`x` as an array; what is none, but another kind of argument, is named."""
+def array(name: str, x: Any, what: str, remedy: str = "Leave it out for none.") -> Any:
+    """`x` as an array; what is none, but another kind of argument, is named. `what` says which array it must be."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{name}={x!r} has no values; it must be {what}. Pass shapes alone to pallas_fa.explain, or to the call by"
@@ -281,7 +260,7 @@ def sinks(dims: Dims, sinks: Any) -> Any:
     """`sinks`, checked, as [B|1, N, 1, 1]."""
     if sinks is None:
         return None
-    x = _array("sinks", sinks, "a float array [N] or [*B, N]")
+    x = array("sinks", sinks, "a float array [N] or [*B, N]")
     if not is_float(x.dtype):
         raise TypeError(
             f"sinks.dtype={x.dtype} must be a float type: a sink is a logit. Convert it, e.g. with"
@@ -298,13 +277,19 @@ def sinks(dims: Dims, sinks: Any) -> Any:
     return jnp.reshape(x, (dims.B if x.ndim > 1 else 1, dims.N, 1, 1))
 
 
+def mask_array(mask: Any, kind: str) -> Any:
+    """`mask`, which is no `Mask`, as an array; `kind` says of which dtype it may be."""
+    several = isinstance(mask, (list, tuple)) and any(isinstance(x, masks.Mask) for x in mask)
+    remedy = "Combine masks by `&` or `|`." if several else "Leave it out for none."
+    what = f"a {kind} array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask"
+    return array("mask", mask, what, remedy)
+
+
 def mask(mask: Any) -> masks.Mask | None:
     """`mask`, an array or a mask, as a mask."""
     if mask is None or isinstance(mask, masks.Mask):
         return mask
-    several = isinstance(mask, (list, tuple)) and any(isinstance(x, masks.Mask) for x in mask)
-    remedy = "Combine masks by `&` or `|`." if several else "Leave it out for none."
-    x: Any = _array("mask", mask, "a bool array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask", remedy)
+    x = mask_array(mask, "bool")
     if x.dtype != jnp.bool_:
         raise TypeError(
             f"mask.dtype={x.dtype} must be bool (True: may attend). For a 0/1 mask pass `mask != 0`; pass an additive"

@@ -7,7 +7,7 @@ import numpy as np
 
 from pallas_fa.arguments import float_array
 from pallas_fa.operands.offsets import as_int32, check_fits, int_array
-from pallas_fa.operands.pytree import as_count, is_array, is_float
+from pallas_fa.operands.pytree import as_count, is_array, is_float, names_float
 
 
 class Rows(NamedTuple):
@@ -46,11 +46,7 @@ def check_sizes(**sizes: Any) -> None:
 
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError unless `dtype` is one of floats."""
-    try:
-        fits = dtype is not None and is_float(jnp.dtype(dtype))
-    except TypeError:  # it names no dtype
-        fits = False
-    if not fits:
+    if not names_float(dtype):
         raise TypeError(
             f"dtype={dtype!r} must be a float dtype, that of the keys and values to come. Pass jnp.bfloat16."
         )

@@ -41,6 +41,14 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float8_e8m0fnu
 
 
+def names_float(dtype: Any) -> bool:
+    """Returns whether `dtype` names one for which `is_float` holds; anything but a dtype does not."""
+    try:
+        return dtype is not None and is_float(jnp.dtype(dtype))
+    except TypeError:
+        return False
+
+
 def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
     """Returns `x` as an int; raises ValueError unless it is an integer of Python or NumPy, and at least `least`."""
     try:
