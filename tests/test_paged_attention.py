@@ -130,7 +130,7 @@ WRONG = {
     ),
     "no table": (dict(page_table=None), "^page_table is a NoneType; it must be an int array. PageAllocator.page_table"),
     "residual of text": (dict(return_residual="no"), "^return_residual='no' must be True or False"),
-    "traced rate": (dict(dropout_rate=np.zeros(2)), "for inference"),
+    "an array of rates": (dict(dropout_rate=np.zeros(2)), "for inference"),
     "softmax_scale": (dict(softmax_scale=1.0), "^softmax_scale=1.0 is not an argument here. Pass scale="),
     "float lengths": (dict(lengths=np.zeros(B)), "^lengths.dtype=float64 must be an integer"),
     "other value pages": (dict(value_pages=np.zeros((5, PAGE, K, H), np.float32)), "must agree but for the head dim"),
