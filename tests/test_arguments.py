@@ -1,5 +1,6 @@
 """The keyword arguments: one list, with one meaning, wherever they are taken."""
 
+import dataclasses
 import inspect
 import json
 import operator
@@ -243,6 +244,21 @@ def test_nn_and_the_configs_are_there_when_asked_for():
 def test_the_config_classes_keep_their_public_name():
     public = pallas_fa.mosaic_gpu.config
     assert public.Config(forward=public.ForwardConfig(2), backward=public.BackwardConfig(2)).forward.block_q == 128
+
+
+@pytest.mark.parametrize("module", (pallas_fa.mosaic_gpu.config, mma_config), ids=("hopper", "mma"))
+def test_fields_of_a_config_have_their_types(module):
+    """A flag of text counts as True, and 1.5 stages or heads are past many a comparison."""
+    for kind in ("ForwardConfig", "BackwardConfig", *(["DecodeConfig"] if module is mma_config else [])):
+        for field in dataclasses.fields(getattr(module, kind)):
+            for value in ("no", None, 1.5, [2, 2], np.ones(2), 1 if type(field.default) is bool else True):
+                with pytest.raises(TypeError, match=rf"^{field.name}=.* must be .*Leave it out for the default, "):
+                    getattr(module, kind)(**{field.name: value})
+
+
+def test_a_former_name_of_a_field_is_named():
+    with pytest.raises(TypeError, match="^takes_turns='no' must be True or False"):
+        pallas_fa.mosaic_gpu.config.ForwardConfig(takes_turns="no")  # pyright: ignore[reportCallIssue]
 
 
 def test_the_tiles_of_other_kernels_are_refused_by_name():
