@@ -176,7 +176,7 @@ def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | 
     rule = "must be a float, a scalar float or int array, or None for 1/sqrt(head dim)"
     if not is_array(scale):
         raise TypeError(f"scale={scale!r} {rule}. {'Pass 1.0 for no scale.' if isinstance(scale, bool) else _FLOAT}")
-    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+    if not is_float(scale.dtype) and not jnp.issubdtype(scale.dtype, jnp.integer):
         raise TypeError(f"scale={scale!r} {rule}. {_FLOAT}")
     if scale.ndim != 0:
         one = math.prod(scale.shape) == 1

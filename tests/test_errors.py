@@ -167,6 +167,7 @@ BAD = {
     "scale of heads": ({"scale": shape(N)}, TypeError, ("scale=", "float32[4]", "scalar", "None", "multiply the query")),
     "scale of one value": ({"scale": shape(1)}, TypeError, ("scale=", "float32[1]", "scale.reshape(())")),
     "bool scale array": ({"scale": bools()}, TypeError, ("scale=", "bool", "Convert", "None")),
+    "scale of powers of two": ({"scale": shape(dtype=jnp.float8_e8m0fnu)}, TypeError, ("scale=", "e8m0fnu", "Convert")),
     "scale of True": ({"scale": True}, TypeError, ("scale=True", "float", "Pass 1.0")),
     "window of True": ({"local_window_size": (True, 0)}, TypeError, ("local_window_size[0]=True", "int", "None")),
     "negative window": ({"local_window_size": (-1, 3)}, ValueError, ("local_window_size[0]=-1", "None", "offset=")),
@@ -482,6 +483,11 @@ BAD_CONSTRUCTION = {
     "bias of bools": (lambda: scores.Bias(np.ones(4, bool)), TypeError, ("array.dtype=bool", "float", ".astype")),
     "custom score": (lambda: scores.Custom(3), TypeError, ("fn=3", "function", "(x, b, n, t, s, *slices)")),
     "custom score of what has no hash": (lambda: scores.Custom(NoHash()), TypeError, ("fn=", "NoHash", "frozen=True")),
+    "custom score of powers of two": (
+        lambda: scores.Custom(abs, jnp.ones(2, jnp.float8_e8m0fnu)),
+        TypeError,
+        ("arrays holds a float8_e8m0fnu", "no sign", ".astype(jnp.float32)"),
+    ),
     "custom score of text": (lambda: scores.Custom(abs, "text"), TypeError, ("arrays", "str", "broadcastable")),
     "strip of two": (
         lambda: scores.RelativeBias(lambda q, k: q - k),
