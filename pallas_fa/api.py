@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -135,11 +136,10 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
 def explain_normalised(normalise: Callable[..., Any], implementation: Any, *args: Any, **kwargs: Any) -> str:
     """Returns what `explain` does, of the problem in `normalise(*args, **kwargs)`, which is (problem, operands)."""
-    # Scalars and integers of NumPy stay what they are: their values are checked, as in the call.
-    is_checked = lambda x: (
-        isinstance(x, np.generic) or (isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer))
-    )
-    arrays, rebuild = arrays_of((args, kwargs), lambda x: is_array(x) and not is_checked(x))
+    # Scalars of NumPy, its integers and what is no number stay what they are, to be checked as in the call.
+    is_abstract = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype == np.bool_
+    stays = lambda x: isinstance(x, np.generic) or (isinstance(x, np.ndarray) and not is_abstract(x))
+    arrays, rebuild = arrays_of((args, kwargs), lambda x: is_array(x) and not stays(x))
     problems = []
 
     def record(arrays):

@@ -155,11 +155,10 @@ def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
 def float_array(name: str, x: Any, dims: str = "[*B, length, heads, head dim]") -> Any:
     """`x` as an array, if it is of a float type; `dims` is what its dims are called."""
     x = array(name, x, f"a float array {dims}", "Pass an array of JAX or NumPy.")
-    x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
     if not is_float(x.dtype):
         rule = "a float type with a sign" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
         raise TypeError(f"{name}.dtype={x.dtype} must be {rule}. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
-    return x
+    return x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
 
 
 def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | None]:

@@ -145,6 +145,32 @@ def test_shapes_are_for_explain():
         pallas_fa.dot_product_attention(X, X, X, bias=jax.ShapeDtypeStruct((4, 4), X.dtype))
 
 
+class Tensor:
+    """An array of a library whose dtypes are its own."""
+
+    shape, ndim, dtype = (1, 4, 2, 8), 4, "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    (
+        ({"query": Tensor()}, "query=.* is a Tensor; it must be a float array .* Pass an array of JAX or NumPy"),
+        ({"query": np.full((1, 4, 2, 8), None)}, "query.dtype=object must be a float type"),
+        ({"bias": Tensor()}, "bias=.* is a Tensor; it must be an array"),
+        ({"mask": Tensor()}, "mask=.* is a Tensor; it must be a bool array"),
+        (
+            {"query_seq_lengths": Tensor()},
+            "query_seq_lengths is a Tensor; it must be an int array. Pass one of JAX or NumPy",
+        ),
+        ({"dropout_rate": 0.1, "dropout_key": Tensor()}, "dropout_key=.* is of type Tensor; it must be a JAX PRNG key"),
+    ),
+)
+def test_arrays_of_other_libraries(keywords, message):
+    for function in (pallas_fa.dot_product_attention, pallas_fa.explain):
+        with pytest.raises(TypeError, match=message):
+            function(**{"query": X, "key": X, "value": X} | keywords)
+
+
 def test_masks_and_scores_are_not_true_or_false():
     with pytest.raises(TypeError, match="a Causal is not True or False.*`&`"):
         _ = masks.Causal() and masks.Window(3, 0)

@@ -17,8 +17,9 @@ import numpy as np
 
 
 def is_array(x: Any) -> bool:
-    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct); those of other libraries do not."""
+    is_jax = isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+    return is_jax or (hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), np.dtype))
 
 
 def is_static_number(x: Any) -> bool:
