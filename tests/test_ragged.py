@@ -183,8 +183,8 @@ def test_wrong_numbers(rng):
         "k_scale=inf must be finite": dict(k_scale=float("inf")),
         r"v_scale=1e\+300 must be finite in float32": dict(v_scale=1e300),
         r"sm_scale \* k_scale=1.0*1e\+60 must be finite": dict(sm_scale=1e30, k_scale=1e30),
-        "soft_cap=1e-50 must be positive and finite": dict(soft_cap=1e-50),
-        "soft_cap=0 must be positive .* Use None": dict(soft_cap=0),
+        "soft_cap=1e-50 must be positive, and from": dict(soft_cap=1e-50),
+        "soft_cap=0 must be positive, .* Use None": dict(soft_cap=0),
     }.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             ragged_paged_attention(*given, **wrong)

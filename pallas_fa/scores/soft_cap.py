@@ -5,14 +5,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands.pytree import is_finite, is_static_number
+from pallas_fa.operands.pytree import is_static_number
 from pallas_fa.scores.base import Score
 
-_LEAST = float(jnp.finfo(jnp.float32).tiny)  # what is smaller may count as 0, and 0 / 0 is NaN
+# Past these, x / cap or its derivative times cap is below what float32 holds, and counts as 0.
+_LEAST, _MOST = 2.0**-100, 2.0**100
 
 
 def check_cap(name: str, cap: Any, without: str) -> float:
-    """Returns a soft cap as a float; raises unless logits, in float32, can be divided and multiplied by it.
+    """Returns a soft cap as a float; raises unless logits and gradients in float32 can be divided and multiplied by it.
 
     `without` is how to have no soft cap.
     """
@@ -20,10 +21,10 @@ def check_cap(name: str, cap: Any, without: str) -> float:
         raise TypeError(
             f"{name}={cap!r} must be a float > 0, known while tracing. For a learned cap use scores.Custom(fn, cap)."
         )
-    if not (cap >= _LEAST and is_finite(cap)):
+    if not _LEAST <= cap <= _MOST:
         raise ValueError(
-            f"{name}={cap} must be positive and finite in float32, the dtype of logits: at least {_LEAST:.3g}. {without} for"
-            " no soft cap."
+            f"{name}={cap} must be positive, and from {_LEAST:.1e} to {_MOST:.1e}: logits divided by others leave the range"
+            f" of float32. {without} for no soft cap."
         )
     return float(cap)
 
