@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -11,7 +12,7 @@ from pallas_fa.arguments import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.backends import choice
 from pallas_fa.masks import Mask
-from pallas_fa.operands.pytree import arrays_of, is_array
+from pallas_fa.operands.pytree import arrays_of, as_flag, is_array
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -119,6 +120,7 @@ def dot_product_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
+    return_residual = as_flag("return_residual", return_residual)
     out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **arguments)
     return (out, lse) if return_residual else out
 
@@ -128,15 +130,16 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
-    del return_residual
+    as_flag("return_residual", return_residual)
     return explain_normalised(normalise, implementation, *args, **kwargs)
 
 
 def explain_normalised(normalise: Callable[..., Any], implementation: Any, *args: Any, **kwargs: Any) -> str:
     """Returns what `explain` does, of the problem in `normalise(*args, **kwargs)`, which is (problem, operands)."""
-    # Integers of NumPy stay what they are: their values are checked, as in the call.
-    is_checked = lambda x: isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer)
-    arrays, rebuild = arrays_of((args, kwargs), lambda x: is_array(x) and not is_checked(x))
+    # Scalars of NumPy, its integers and what is no number stay what they are, to be checked as in the call.
+    is_abstract = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype == np.bool_
+    stays = lambda x: isinstance(x, np.generic) or (isinstance(x, np.ndarray) and not is_abstract(x))
+    arrays, rebuild = arrays_of((args, kwargs), lambda x: is_array(x) and not stays(x))
     problems = []
 
     def record(arrays):

@@ -15,13 +15,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa import masks, scores
+from pallas_fa.arguments_elsewhere import ELSEWHERE
 from pallas_fa.masks.band import check_side
 from pallas_fa.masks.segments import check_ids
 from pallas_fa.operands import offsets
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import LAYOUTS, Layout
 from pallas_fa.operands.pages import Paged
-from pallas_fa.operands.pytree import is_array, is_static_number
+from pallas_fa.operands.pytree import as_flag, is_array, is_finite, is_float, is_static_number
+from pallas_fa.scores.soft_cap import check_cap
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
 
@@ -65,15 +67,21 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in given.items():
         if name not in _DEFAULTS:
-            import difflib
-
-            near = difflib.get_close_matches(name, _DEFAULTS)
-            remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            raise TypeError(f"{name}={value!r} is not an argument; known are {', '.join(_DEFAULTS)}. {remedy}")
+            shown = f" of shape {tuple(value.shape)}" if is_array(value) else f"={value!r}"
+            raise TypeError(f"{name}{shown} is not an argument{_instead_of(name)}")
     for name in FLAGS:
-        if not isinstance(given.get(name, False), (bool, np.bool_, type(None))):
-            raise TypeError(f"{name}={given[name]!r} must be True or False, known while tracing.")
+        as_flag(name, given.get(name))
     return _DEFAULTS | {name: x for name, x in given.items() if x is not None}
+
+
+def _instead_of(name):
+    """What to write in place of an argument that is not known."""
+    if name in ELSEWHERE:
+        return f" here. {ELSEWHERE[name]}"
+    import difflib
+
+    near = difflib.get_close_matches(name, [*_DEFAULTS, "bias", "mask", "implementation", "return_residual"])
+    return f"; known are {', '.join(_DEFAULTS)}. {f'Did you mean {" or ".join(near)}?' if near else 'Leave it out.'}"
 
 
 def refuse_forward_mode(given: Mapping[str, Any]) -> None:
@@ -144,13 +152,13 @@ def with_signature[F: Callable[..., Any]](fn: F, **defaults: Any) -> F:
     return fn
 
 
-def float_array(name: str, x: Any) -> Any:
-    """`x` as an array, if it is of a float type."""
-    x = _array(name, x, "a float array [*B, length, heads, head dim]", "Pass an array of JAX or NumPy.")
-    x = x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
-    return x
+def float_array(name: str, x: Any, dims: str = "[*B, length, heads, head dim]") -> Any:
+    """`x` as an array, if it is of a float type; `dims` is what its dims are called."""
+    x = array(name, x, f"a float array {dims}", "Pass an array of JAX or NumPy.")
+    if not is_float(x.dtype):
+        rule = "a float type with a sign" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
+        raise TypeError(f"{name}.dtype={x.dtype} must be {rule}. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
+    return x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
 
 
 def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | None]:
@@ -158,13 +166,16 @@ def scale(scale: Any, head_dim: int, dtype: Any) -> tuple[float, scores.Score | 
     if scale is None:
         return head_dim**-0.5, None
     if is_static_number(scale):
-        if not np.isfinite(scale):
-            raise ValueError(f"scale={scale} must be finite. Leave it out for 1/sqrt(head dim) = {head_dim**-0.5:.4g}.")
+        if not is_finite(scale, dtype):
+            raise ValueError(
+                f"scale={scale} must be finite in the dtype of logits, float32 (float64 for float64). Leave it out for"
+                f" 1/sqrt(head dim) = {head_dim**-0.5:.4g}."
+            )
         return float(scale), None
     rule = "must be a float, a scalar float or int array, or None for 1/sqrt(head dim)"
     if not is_array(scale):
         raise TypeError(f"scale={scale!r} {rule}. {'Pass 1.0 for no scale.' if isinstance(scale, bool) else _FLOAT}")
-    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+    if not is_float(scale.dtype) and not jnp.issubdtype(scale.dtype, jnp.integer):
         raise TypeError(f"scale={scale!r} {rule}. {_FLOAT}")
     if scale.ndim != 0:
         one = math.prod(scale.shape) == 1
@@ -186,10 +197,10 @@ def bias(bias: Any) -> scores.Bias | None:
     """`bias` as a score."""
     if bias is None:
         return None
-    x = _array("bias", bias, "an array, broadcastable to [*B, N, T, S]")
+    x = array("bias", bias, "an array, broadcastable to [*B, N, T, S]")
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.float32)  # as in jax.nn, where it is added all the same
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not is_float(x.dtype):
         raise TypeError(
             f"bias.dtype={x.dtype} must be a float type: a bias is added to the logits. Pass a bool array as `mask=`; to"
             " add it as 0 and 1, convert it with `.astype(jnp.float32)`."
@@ -197,8 +208,13 @@ def bias(bias: Any) -> scores.Bias | None:
     return scores.Bias(x)
 
 
-def _array(name, x, what, remedy="Leave it out for none."):
-    """`x` as an array; what is none, but another kind of argument, is named."""
+def array(name: str, x: Any, what: str, remedy: str = "Leave it out for none.") -> Any:
+    """`x` as an array; what is none, but another kind of argument, is named. `what` says which array it must be."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name}={x!r} has no values; it must be {what}. Pass shapes alone to pallas_fa.explain, or to the call by"
+            " jax.eval_shape."
+        )
     if is_array(x):
         return x
     for kind, keyword in ((masks.Mask, "mask"), (scores.Score, "score")):
@@ -210,7 +226,7 @@ def _array(name, x, what, remedy="Leave it out for none."):
         remedy = _OF_FUNCTIONS.get(name, remedy)
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. {remedy}") from e
 
 
@@ -222,13 +238,7 @@ _OF_FUNCTIONS = {
 
 def soft_cap(cap: Any) -> scores.SoftCap | None:
     """`logits_soft_cap` as a score."""
-    if cap is None:
-        return None
-    if not is_static_number(cap):
-        raise TypeError(f"logits_soft_cap={cap!r} must be a float > 0, or None. For a learned cap use scores.Custom.")
-    if not (cap > 0 and np.isfinite(cap)):
-        raise ValueError(f"logits_soft_cap={cap} must be positive and finite. Use None for no soft cap.")
-    return scores.SoftCap(cap)
+    return None if cap is None else scores.SoftCap(check_cap("logits_soft_cap", cap, "Use None"))
 
 
 def score(score: Any) -> scores.Score | None:
@@ -249,8 +259,8 @@ def sinks(dims: Dims, sinks: Any) -> Any:
     """`sinks`, checked, as [B|1, N, 1, 1]."""
     if sinks is None:
         return None
-    x = _array("sinks", sinks, "a float array [N] or [*B, N]")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    x = array("sinks", sinks, "a float array [N] or [*B, N]")
+    if not is_float(x.dtype):
         raise TypeError(
             f"sinks.dtype={x.dtype} must be a float type: a sink is a logit. Convert it, e.g. with"
             " `.astype(jnp.float32)`."
@@ -266,11 +276,19 @@ def sinks(dims: Dims, sinks: Any) -> Any:
     return jnp.reshape(x, (dims.B if x.ndim > 1 else 1, dims.N, 1, 1))
 
 
+def mask_array(mask: Any, kind: str) -> Any:
+    """`mask`, which is no `Mask`, as an array; `kind` says of which dtype it may be."""
+    several = isinstance(mask, (list, tuple)) and any(isinstance(x, masks.Mask) for x in mask)
+    remedy = "Combine masks by `&` or `|`." if several else "Leave it out for none."
+    what = f"a {kind} array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask"
+    return array("mask", mask, what, remedy)
+
+
 def mask(mask: Any) -> masks.Mask | None:
     """`mask`, an array or a mask, as a mask."""
     if mask is None or isinstance(mask, masks.Mask):
         return mask
-    x = _array("mask", mask, "a bool array, broadcastable to [*B, N, T, S], or a pallas_fa.masks.Mask")
+    x = mask_array(mask, "bool")
     if x.dtype != jnp.bool_:
         raise TypeError(
             f"mask.dtype={x.dtype} must be bool (True: may attend). For a 0/1 mask pass `mask != 0`; pass an additive"
@@ -335,8 +353,11 @@ def lengths_mask(dims: Dims, query_lengths: Any, key_lengths: Any) -> masks.Leng
 
 def _int_array(name, x, shape, letters, adapt=lambda x: x):
     x = adapt(offsets.int_array(name, x))
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}.shape={tuple(x.shape)} must be {letters} = {tuple(shape)}. Use jnp.broadcast_to.")
+    have, shape = tuple(x.shape), tuple(shape)
+    if have != shape:
+        each = "batch entry" if letters == "[*B]" else "token"
+        remedy = offsets.broadcast_remedy(have, shape, f"Pass one int for each {each}.")
+        raise ValueError(f"{name}.shape={have} must be {letters} = {shape}. {remedy}")
     return x
 
 

@@ -1,7 +1,6 @@
 """`mla_decode_attention`: multi-head latent attention (MLA) with absorbed weights, where keys and values are one array."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -12,8 +11,8 @@ from pallas_fa import masks
 from pallas_fa.api import explain_normalised
 from pallas_fa.arguments import float_array
 from pallas_fa.attention import run
-from pallas_fa.operands.offsets import int_array
-from pallas_fa.operands.pytree import is_static_int, is_static_number
+from pallas_fa.operands.offsets import broadcast_remedy, int_array
+from pallas_fa.operands.pytree import as_flag, is_finite, is_static_int, is_static_number
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -85,6 +84,7 @@ def mla_decode_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call; the message says why.
     """
+    return_residual = as_flag("return_residual", return_residual)
     out, lse = _attend(query, cache, scale, value_dim, lengths, implementation)
     return (out, lse) if return_residual else out
 
@@ -94,7 +94,7 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
-    del return_residual
+    as_flag("return_residual", return_residual)
     return explain_normalised(_normalise, implementation, *args, **kwargs)
 
 
@@ -104,7 +104,7 @@ def _attend(query, cache, scale, value_dim, lengths, implementation):
 
 
 def _normalise(query, cache, *, scale, value_dim=512, lengths=None):
-    query, cache = float_array("query", query), float_array("cache", cache)
+    query, cache = float_array("query", query, "[*B, T, N, H]"), float_array("cache", cache, "[*B, S, H]")
     if query.ndim < 3 or cache.shape != (*query.shape[:-3], *cache.shape[-2:-1], query.shape[-1]):
         raise ValueError(
             f"query.shape={query.shape} and cache.shape={cache.shape} must be [*B, T, N, H] and [*B, S, H], with the same *B"
@@ -120,12 +120,15 @@ def _normalise(query, cache, *, scale, value_dim=512, lengths=None):
         if lengths.shape != query.shape[:-3]:
             raise ValueError(
                 f"lengths.shape={tuple(lengths.shape)} must be [*B] = {query.shape[:-3]}: how many positions of each cache"
-                " are filled. Use jnp.broadcast_to."
+                f" are filled. {broadcast_remedy(lengths.shape, query.shape[:-3], 'Pass one int for each batch entry.')}"
             )
     if not is_static_number(scale):
         raise TypeError(f"scale={scale!r} must be a number, known while tracing, such as 192**-0.5.")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be finite. Pass that of the attention before absorption.")
+    if not is_finite(scale, query.dtype):
+        raise ValueError(
+            f"scale={scale} must be finite in the dtype of logits, float32 (float64 for float64). Pass that of the attention"
+            " before absorption."
+        )
     if not is_static_int(value_dim) or not 1 <= value_dim <= cache.shape[-1]:
         raise ValueError(
             f"value_dim={value_dim!r} must be an int from 1 to H={cache.shape[-1]}: the values are the first columns of the"

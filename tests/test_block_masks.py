@@ -301,18 +301,40 @@ def test_small_blocks_run_in_the_kernels_only_with_a_function():
     assert "mosaic_gpu: runs this call" in pallas_fa.explain(x, x, x, mask=with_function)
 
 
+@pytest.mark.parametrize("sizes", ((0, 256, 256), (2, 0, 256), (2, 256, 0), (0, 0, 0)), ids=str)
+def test_of_nothing(sizes):
+    """Empty batches and sequences run with a block mask, as they do without one."""
+    entries, queries, keys = sizes
+    q, k = jnp.ones((entries, queries, 2, 8)), jnp.ones((entries, keys, 2, 8))
+    ids = masks.Segments(jnp.zeros((entries, queries), int), jnp.zeros((entries, keys), int))
+    for mask in (Causal(), ids, Causal() & Custom(lambda b, n, t, s: s > n)):
+        blocks = block_mask(mask, queries, keys, batch=(entries,), heads=2)
+        out, pullback = jax.vjp(lambda q, mask=blocks: pallas_fa.dot_product_attention(q, k, k, mask=mask), q)
+        assert out.shape == pullback(out)[0].shape == q.shape
+        assert not out.any()
+
+
 # ---- what callers can get wrong ----------------------------------------------------------------------------------------
 
 _DEPENDS = "pass batch= and heads="
 WRONG = {
     "an int array": (lambda: BlockMask(np.ones((2, 4), int)), "TypeError: BlockMask takes a bool array .* `blocks != 0`"),
     "a vector": (lambda: BlockMask(np.ones(4, bool)), "TypeError: BlockMask takes a bool array"),
+    "a hole": (lambda: BlockMask([[True], [True, False]]), "TypeError: BlockMask takes a bool array .*got list"),
+    "a function inside": (
+        lambda: BlockMask(np.ones((2, 4), bool), mask=PATTERNS["natten"]),
+        r"TypeError: mask is a function; it must be a Mask or None.*Custom\(fn\)",
+    ),
+    "an array inside": (
+        lambda: BlockMask(np.ones((2, 4), bool), mask=np.ones((T, S), bool)),
+        r"TypeError: mask is a ndarray; it must be a Mask or None.*Dense\(array\)",
+    ),
     "no block": (lambda: BlockMask(np.ones((2, 4), bool), 0), "ValueError: block=0 must be"),
     "a function": (lambda: block_mask(PATTERNS["natten"], T, S), r"TypeError: .*function.*Custom\(fn\)"),
     "no mask": (lambda: block_mask(np.ones((T, S), bool), T, S), "TypeError: .*Dense"),
-    "no length": (lambda: block_mask(Causal(), T, 0), "ValueError: .*S=0 must be"),
-    "a query as length": (lambda: block_mask(Causal(), QKV[0], S), "ValueError: T of type .* must be an int > 0"),
-    "no heads": (lambda: block_mask(Causal(), T, S, heads=0), "ValueError: heads=0 must be"),
+    "a negative length": (lambda: block_mask(Causal(), T, -1), "ValueError: S=-1 must be an int >= 0"),
+    "a query as length": (lambda: block_mask(Causal(), QKV[0], S), "ValueError: T of type .* must be an int >= 0"),
+    "no heads": (lambda: block_mask(Causal(), T, S, heads=0), "ValueError: heads=0 must be an int >= 1"),
     "an array of entries": (lambda: block_mask(Causal(), T, S, batch="2"), "ValueError: batch='2' must be"),
     "heads": (lambda: block_mask(Custom(PATTERNS["per head"]), T, S), "ValueError: .*on the head.*pass heads="),
     "entries": (lambda: block_mask(Custom(lambda b, n, t, s: s > b), T, S), "ValueError: .*batch entry.*pass batch="),

@@ -193,10 +193,14 @@ WRONG = {
     "window of three": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(1, 2, 3)), "local_window_size=.*pair"),
     "negative window": (lambda c: c.attend(normal(B, 1, N, H), local_window_size=(-2, 0)), r"local_window_size\[0\]=-2"),
     "window of a batch": (lambda c: c.attend(QUERY, local_window_size=(np.ones(2, int), 0)), r"size\[0\].shape=\(2,\)"),
-    "lengths of the cache": (lambda c: with_lengths(c, 3).append(*ROWS), r"the cache's lengths=3, but.*full_like"),
+    "lengths of the cache": (lambda c: with_lengths(c, 3).append(*ROWS), r"the cache's lengths=3, but.*lengths=jnp.full"),
     "lengths of 64 bits": (lambda c: with_lengths(c, np.full(B, 2**32 + 1)).append(*ROWS), "holds 4294967297.*int32"),
     "their size": (lambda c: with_lengths(c, jnp.ones((B, 1), int)).attend(QUERY), r"lengths have the shape \(3, 1\)"),
     "their dtype": (lambda c: with_lengths(c, jnp.ones(B)).attend(QUERY), "the cache's lengths.*dtype float32, but must be"),
+    "lengths past the room": (lambda c: with_lengths(c, np.array([3, 13, 2])).append(*ROWS), "hold 13, but .* 0 to 12"),
+    "lengths before row 0": (lambda c: with_lengths(c, np.full(B, -2)).attend(QUERY), "hold -2, but must be from 0 to 12"),
+    "other dropped": (lambda c: dataclasses.replace(c, dropped=jnp.zeros(2, int)).append(*ROWS), r"dropped have .*\(2,\)"),
+    "no dropped": (lambda c: dataclasses.replace(c, dropped=None).append(*ROWS), r"dropped=None, .*, dropped=jnp.full"),
     "a hole in lengths": (lambda c: c.append(*ROWS, [1, None, 1]), r"lengths=\[1, None, 1\] must be an int array"),
     "no key": (lambda c: c.append(None, None), "key=None.*Pass an array"),
     "key beside the cache": (lambda c: c.attend(QUERY, key=ROWS[0]), r"key of shape \(3, 1, 2, 8\).*the cache has it"),
@@ -213,6 +217,37 @@ def test_wrong_use(name, make):
     call, message = WRONG[name]
     with pytest.raises((ValueError, TypeError), match=message):
         jax.eval_shape(call, make())
+
+
+# What is done to the keys of a cache, and what the message says.
+BROKEN = {
+    "other rows": (
+        lambda x: x[:, :-1],
+        r"float32 \(.*\) and .*float32 \(.*\) must agree but for the head dim: .*replace both",
+    ),
+    "other sequences or pages": (lambda x: x[:-1], "must agree but for the head dim"),
+    "other heads": (lambda x: x[:, :, :-1], "must agree but for the head dim"),
+    "another dtype": (
+        lambda x: x.astype(jnp.bfloat16),
+        "bfloat16 .* and .* float32 .* must agree but for the head dim",
+    ),
+    "integers": (lambda x: x.astype(jnp.int8), r"dtype=int8 must be a float type. Make the cache with `empty`"),
+    "layers": (lambda x: x[None], r"shape=\(1, .*, but must be an array \[.*, head dim\]. Make the cache with `empty`"),
+    "a list": (lambda x: [1.0], "is a list, but must be an array"),
+    "text": (lambda x: "keys", "is a str, but must be an array"),
+    "nothing": (lambda x: None, "is a NoneType, but must be an array"),
+}
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+@pytest.mark.parametrize("name", BROKEN)
+def test_keys_and_values_belong_together(name, make):
+    change, message = BROKEN[name]
+    cache, keys = make(), "key" if make is contiguous else "key_pages"
+    cache = dataclasses.replace(cache, **{keys: change(getattr(cache, keys))})
+    for call in (lambda: cache.append(*ROWS), lambda: cache.attend(QUERY)):
+        with pytest.raises((ValueError, TypeError), match=f"^the cache's {keys}.*{message}"):
+            call()
 
 
 def test_wrong_sizes_and_arguments():
@@ -234,6 +269,8 @@ def test_wrong_sizes_and_arguments():
     for cache in (contiguous(), paged()):
         with pytest.raises(ValueError, match=r"^lengths.shape=\(2,\) must be \[B\]=\(3,\): how many of the queries"):
             cache.attend(normal(B, 1, N, H), lengths=jnp.ones(2, int))
+        with pytest.raises(TypeError, match="^dropout_rate=.* must be a Python float"):
+            cache.attend(normal(B, 1, N, H), dropout_rate=jnp.zeros(2))
         with pytest.raises(TypeError, match="^lengths.dtype=float32 must be"):
             cache.attend(normal(B, 1, N, H), lengths=jnp.ones(B))
     for dtype in ("int8", "bf16", None, 3):

@@ -415,7 +415,28 @@ def call(attention=ring_attention, length=4, specs=None, heads=2, **keywords):
     (
         (ValueError, "axis_name='rings' is not an axis of a mesh that is manual here", {"axis_name": "rings"}),
         (TypeError, r"axis_name=\('data', 'ring'\) must be one name", {"axis_name": ("data", "ring")}),
+        (ValueError, "axis_name=3 is not an axis of a mesh that is manual here", {"axis_name": 3}),
+        (ValueError, "axis_name={} is not an axis of a mesh that is manual here", {"axis_name": {}}),
         (ValueError, "placement='zig' is not a way", {"placement": "zig"}),
+        *(
+            (
+                TypeError,
+                "return_residual='no' must be True or False",
+                {"attention": x, "heads": 4, "return_residual": "no"},
+            )
+            for x in (ring_attention, all_to_all_attention)
+        ),
+        (TypeError, "softmax_scale=1.0 is not an argument here. Pass scale=", {"softmax_scale": 1.0}),
+        (
+            TypeError,
+            "query_segment_ids is a str",
+            {"attention": all_to_all_attention, "heads": 4, "query_segment_ids": "a"},
+        ),
+        (
+            ValueError,
+            r"query_segment_ids.shape=\(2, 16\) must be \[\*B, T\] = \(2, 4\)",
+            {"attention": all_to_all_attention, "heads": 4, "query_segment_ids": jnp.ones((2, 16), int)},
+        ),
         (NotImplementedError, "forward_mode=True: .* reverse mode only", {"forward_mode": True}),
         (ValueError, "dropout_rate=0.1, but dropout_key=None", {"dropout_rate": 0.1}),
         (ValueError, "query has the odd length 3 on each of 4 devices", {"length": 3}),
@@ -459,6 +480,19 @@ def test_a_ring_must_be_told_the_placement():
         ring_attention(x, x, x, axis_name="ring")  # pyright: ignore[reportCallIssue]
 
 
-def test_zigzag_of_a_length_that_it_does_not_divide():
-    with pytest.raises(ValueError, match="size 12, not a multiple of 2 \\* ring_size = 8"):
-        to_zigzag(np.zeros((1, 12)), 1, 4)
+@pytest.mark.parametrize("permute", (to_zigzag, from_zigzag))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ((np.zeros((1, 12)), 1, 4), "size 12, not a multiple of 2 \\* ring_size = 8"),
+        ((np.zeros(12), 0, 2.0), "ring_size=2.0 must be an int of at least 1"),
+        ((np.zeros(12), 0, 0), "ring_size=0 must be an int of at least 1"),
+        ((np.zeros(12), 0, "2"), "ring_size='2' must be an int of at least 1"),
+        ((np.zeros(12), None, 2), r"axis=None is not an axis of an array of shape \(12,\)"),
+        ((np.zeros(12), 1, 2), r"axis=1 is not an axis of an array of shape \(12,\)"),
+        ((None, 0, 2), "x=None is a NoneType; it must be an array"),
+    ),
+)
+def test_what_has_no_zigzag(permute, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        permute(*arguments)

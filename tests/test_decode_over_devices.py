@@ -192,6 +192,7 @@ def call(specs=None, length=S, **keywords):
         (ValueError, "bias.shape=.* not broadcastable to .*\\(1, 8, 2, 64\\)", {"bias": jnp.ones((2, S // 8))}),
         (ValueError, "key has the odd length 3 on each of 8 devices", {"placement": "zigzag", "length": 24}),
         (ValueError, "dropout_rate=0.1, but dropout_key=None", {"dropout_rate": 0.1}),
+        (TypeError, "return_residual='no' must be True or False", {"return_residual": "no"}),
         (NotImplementedError, "forward_mode=True: .* reverse mode only", {"forward_mode": True}),
         (NotImplementedError, "mosaic_gpu: config=3", {"implementation": "mosaic_gpu", "config": 3}),
     ),

@@ -147,7 +147,9 @@ def test_kernels_lower():
 # ---- errors -----------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "floats": (([0.0, 3.0],), {}, TypeError, ("cu_q.dtype=float64", "integer")),
+    "floats": (([0.0, 3.0],), {}, TypeError, ("cu_q.dtype=float32", "integer")),
+    "none": ((None,), {}, TypeError, ("cu_q is a NoneType", "int array", "list of ints")),
+    "a hole": (([[0, 5], [0]],), {}, TypeError, ("cu_q=[[0, 5], [0]]", "int array")),
     "scalar": ((np.array(3),), {}, ValueError, ("cu_q.shape=()", "[*B, documents + 1]", "Prepend 0")),
     "no document": (([0],), {}, ValueError, ("cu_q.shape=(1,)", "at least one document")),
     "lengths": (([5, 4],), {}, ValueError, ("cu_q=[5 4]", "start at 0", "cumulative sum")),

@@ -124,6 +124,14 @@ WRONG = {
     "table of one sequence": (dict(page_table=np.zeros(3, np.int32)), r"page_table.shape=\(3,\) must be \[B, pages"),
     "table of others": (dict(page_table=np.zeros((3, 3), np.int32)), "with B=2 sequences"),
     "lengths": (dict(lengths=np.zeros(3, np.int32)), r"lengths.shape=\(3,\) must be \[B\]=\(2,\)"),
+    "no lengths": (
+        dict(lengths=None),
+        "^lengths is a NoneType; it must be an int array. Pass how many rows .* jnp.full",
+    ),
+    "no table": (dict(page_table=None), "^page_table is a NoneType; it must be an int array. PageAllocator.page_table"),
+    "residual of text": (dict(return_residual="no"), "^return_residual='no' must be True or False"),
+    "an array of rates": (dict(dropout_rate=np.zeros(2)), "for inference"),
+    "softmax_scale": (dict(softmax_scale=1.0), "^softmax_scale=1.0 is not an argument here. Pass scale="),
     "float lengths": (dict(lengths=np.zeros(B)), "^lengths.dtype=float64 must be an integer"),
     "other value pages": (dict(value_pages=np.zeros((5, PAGE, K, H), np.float32)), "must agree but for the head dim"),
     "head dims": (dict(query=np.zeros((B, T, N, 16), np.float32)), "different head dims H"),
@@ -153,7 +161,9 @@ def test_wrong_use(name):
 
 
 def test_neutral_values_of_what_is_refused():
-    neutral = dict(layout="BTNH", dropout_rate=0.0, forward_mode=False, key_value_seq_lengths=None)
+    neutral = dict(
+        layout="BTNH", dropout_rate=0.0, forward_mode=np.False_, return_residual=None, key_value_seq_lengths=None
+    )
     assert not pallas_fa.paged_attention(**RIGHT, **neutral).any()
 
 

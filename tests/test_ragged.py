@@ -179,8 +179,15 @@ def test_wrong_numbers(rng):
     for wrong in (dict(sm_scale=None), dict(k_scale="2"), dict(v_scale=jnp.ones((2, 1, 1, 1)))):
         with pytest.raises(TypeError, match=f"(?s)^{next(iter(wrong))}=.* must be a number"):
             ragged_paged_attention(*given, **wrong)
-    with pytest.raises(ValueError, match="^k_scale=inf must be finite"):
-        ragged_paged_attention(*given, k_scale=float("inf"))
+    for message, wrong in {
+        "k_scale=inf must be finite": dict(k_scale=float("inf")),
+        r"v_scale=1e\+300 must be finite in float32": dict(v_scale=1e300),
+        r"sm_scale \* k_scale=1.0*1e\+60 must be finite": dict(sm_scale=1e30, k_scale=1e30),
+        "soft_cap=1e-50 must be positive, and from": dict(soft_cap=1e-50),
+        "soft_cap=0 must be positive, .* Use None": dict(soft_cap=0),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{message}"):
+            ragged_paged_attention(*given, **wrong)
 
 
 def test_no_tokens(rng):

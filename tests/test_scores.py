@@ -36,6 +36,17 @@ def test_soft_cap(x):
     assert jnp.abs(apply(SoftCap(2.0), 9 * x)).max() <= 2
 
 
+@pytest.mark.parametrize("cap", (2.0**-100, 2.0**100))
+def test_the_least_and_the_largest_soft_cap(cap, x):
+    """At 0, too: past them, quotients and derivatives are 0 there, which are not."""
+    x = x.at[0, 0, 0].set(0)
+    value, pullback = jax.vjp(lambda x: apply(SoftCap(cap), x), x)
+    quotient = np.float64(x) / cap
+    np.testing.assert_allclose(value, cap * np.tanh(quotient), rtol=1e-6, atol=1e-7)
+    (gradient,) = pullback(jnp.full_like(value, 1e-3))
+    np.testing.assert_allclose(gradient, 1e-3 * (1 - np.tanh(quotient) ** 2), rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("shape", ((3,), (2, 3)), ids=("[N]", "[B, N]"))
 def test_alibi(shape, x, rng):
     slopes = rng.random(shape)

@@ -14,7 +14,7 @@ import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends.xla import plan
 from pallas_fa.cache import KeyValueCache, PagedCache
-from pallas_fa.context_parallel import all_to_all_attention, ring_attention
+from pallas_fa.context_parallel import all_to_all_attention, decode_attention, ring_attention
 from tests.lowering import kernels
 
 MODES = {
@@ -141,6 +141,32 @@ def test_promotion_is_never_implicit(call):
         found = OTHERS[call]()
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+OVER_DEVICES = {
+    "ring": (ring_attention, P(None, "ring")),
+    "all-to-all": (all_to_all_attention, P(None, "ring")),
+    "decode": (decode_attention, P()),
+    "plain": (lambda *x, axis_name, **keywords: pallas_fa.dot_product_attention(*x, **keywords), P(None, "ring")),
+    "forward mode": (lambda *x, axis_name: pallas_fa.dot_product_attention(*x, forward_mode=True), P(None, "ring")),
+}
+
+
+@pytest.mark.parametrize("call", OVER_DEVICES)
+def test_shards_without_jit(call):
+    """Values and gradients inside of jax.shard_map."""
+    attention, of_queries = OVER_DEVICES[call]
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    attend = functools.partial(attention, axis_name="ring", **({"placement": "contiguous"} if call == "ring" else {}))
+    in_specs = of_queries, P(None, "ring"), P(None, "ring")
+    whole = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=of_queries)
+    with_gradient = jax.value_and_grad(lambda q, x: jnp.sin(whole(q, x, x)).sum())
+    arguments = tokens()[:, :4], tokens()
+    expected = jax.jit(with_gradient)(*arguments)
+    with MODES["no jit"]():
+        found = with_gradient(*arguments)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_promotion_is_never_implicit_where_xla_computes_whole_rows(monkeypatch):

@@ -10,6 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from pallas_fa.autodiff.jitted import jitted
 from pallas_fa.autodiff.rules import ForwardModeRules
 from pallas_fa.operands import varying
 from pallas_fa.problem import Operands
@@ -17,9 +18,9 @@ from pallas_fa.problem import Operands
 _with_rule: Any = functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@jitted
 def attention(rules: ForwardModeRules, operands: Operands) -> tuple[Any, Any]:
-    """Returns (out [B, T, N, Hv], lse [B, T, N]); jitted, so that calls outside any `jit` also compile only once."""
+    """Returns (out [B, T, N, Hv], lse [B, T, N])."""
     return _attention(rules, *varying.vary_together(operands))
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
+from pallas_fa.autodiff.jitted import jitted
 from pallas_fa.autodiff.rules import Rules
 from pallas_fa.operands import varying
 from pallas_fa.problem import Operands, Residuals
@@ -22,9 +23,9 @@ from pallas_fa.problem import Operands, Residuals
 _with_rules: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@jitted
 def attention(rules: Rules, operands: Operands) -> tuple[Any, Any]:
-    """Returns (out [B, T, N, Hv], lse [B, T, N]); jitted, so that calls outside any `jit` also compile only once."""
+    """Returns (out [B, T, N, Hv], lse [B, T, N])."""
     return _attention(rules, *varying.vary_together(operands))
 
 

@@ -1,8 +1,10 @@
 """`paged_attention`: attention to keys and values in pages."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
+import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa.api import explain_normalised
@@ -12,6 +14,7 @@ from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask
 from pallas_fa.operands.offsets import int_array
 from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -23,6 +26,40 @@ _REFUSED = {
     "forward_mode": (False, "keys and values in pages are for inference"),
     "dropout_rate": (0, "keys and values in pages are for inference"),
 }
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    page_layout: PageLayout = "PSKH",
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    page_layout: PageLayout = "PSKH",
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 @with_signature
@@ -39,7 +76,7 @@ def paged_attention(
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
     **arguments: Unpack[Arguments],
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention to keys and values in pages: `pallas_fa.dot_product_attention` to the rows that a table finds.
 
     Row s of sequence b is row s % page of page `page_table[b, s // page]` (PagedAttention, Kwon et al., arXiv
@@ -71,6 +108,7 @@ def paged_attention(
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
       NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
     """
+    return_residual = as_flag("return_residual", return_residual)
     key, value, given = _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments)
     out, lse = _attend(query, key, value, bias, mask, implementation=implementation, **given)
     return (out, lse) if return_residual else out
@@ -81,7 +119,7 @@ def explain(*args: Any, implementation: Any = None, return_residual: bool = Fals
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
-    del return_residual
+    as_flag("return_residual", return_residual)
     return explain_normalised(_normalise, implementation, *args, **kwargs)
 
 
@@ -96,10 +134,11 @@ def _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, a
     """Returns key, value, and the other arguments of attention to them."""
     for name, (nothing, why) in _REFUSED.items():
         given = arguments.get(name)
-        if given is not None and (nothing is None or given != nothing):
+        is_said = nothing is None or isinstance(given, (jax.Array, np.ndarray)) or given != nothing
+        if given is not None and is_said:
             raise ValueError(f"{name}={given!r} cannot be given here: {why}. Leave it out.")
     key, value = in_pages(query, key_pages, value_pages, page_table, page_layout)
-    lengths = int_array("lengths", lengths)
+    lengths = int_array("lengths", lengths, "Pass how many rows each sequence has; jnp.full for one length of all.")
     if tuple(lengths.shape) != key.shape[:1]:
         raise ValueError(
             f"lengths.shape={tuple(lengths.shape)} must be [B]={key.shape[:1]}: how many rows each sequence has. Use"
@@ -115,9 +154,9 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"page_layout={layout!r} is not one of {', '.join(map(repr, PAGE_LAYOUTS))}: pages [P, page, K, H], or"
             " [K, P, page, H]. Transpose other arrays."
         )
-    arrays = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
-    query, key_pages, value_pages = (float_array(name, x) for name, x in arrays.items())
     dims = "[P, page, K, head dim]" if layout == "PSKH" else "[K, P, page, head dim]"
+    query = float_array("query", query, "[B, T, N, H]")
+    key_pages, value_pages = float_array("key_pages", key_pages, dims), float_array("value_pages", value_pages, dims)
     for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
         if x.ndim != 4 or 0 in x.shape[:3]:
             raise ValueError(f"{name}.shape={tuple(x.shape)} must be {dims}, with no dim of size 0. Reshape it.")

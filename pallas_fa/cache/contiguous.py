@@ -82,12 +82,12 @@ class KeyValueCache:
         Raises:
           ValueError, TypeError: a shape or a dtype does not fit the cache, or T exceeds its room for a sequence.
         """
-        B, S = self.key.shape[:2]
-        lengths_before = rows.checked_lengths(self.lengths, B)
+        lengths_before, (B, S) = self._checked_lengths(), self.key.shape[:2]
+        dropped = rows.checked_dropped(self.dropped, B)
         new = rows.new_rows(key, value, lengths, batch=B, kept=(self.key, self.value), capacity=S)
         row = jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
         position = lengths_before[:, None] + row
-        placed = rows.place(new, lengths_before, self.dropped, (position >= 0) & (position < S))
+        placed = rows.place(new, lengths_before, dropped, (position >= 0) & (position < S))
         # What is not written goes past the end, each row to a place of its own, where the scatter drops it.
         position = jnp.where(placed.writes, position, S + row)
         write = jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop", unique_indices=True))
@@ -132,6 +132,14 @@ class KeyValueCache:
             query,
             self.key,
             self.value,
-            key_value_seq_lengths=rows.checked_lengths(self.lengths, self.key.shape[0]),
+            key_value_seq_lengths=self._checked_lengths(),
             **last_rows(query, self.key.shape[:3], mask, lengths, arguments),
         )
+
+    def _checked_lengths(self):
+        """The lengths, of a cache whose arrays belong together."""
+        rows.check_kept("[B, S, K, head dim]", key=self.key, value=self.value)
+        B, S = self.key.shape[:2]
+        lengths = rows.checked_lengths(self.lengths, B)
+        rows.check_room(self.lengths, S)
+        return lengths

@@ -89,15 +89,15 @@ class PagedCache:
         In place where that is, too. A row for which the table has no page is not written, nor are those behind it; they
         are counted in `dropped`.
         """
-        before = rows.checked_lengths(self.lengths)
-        table = rows.checked_table(self.page_table, before.shape[0])
+        table, before = self._checked_places()
         B, pages_per_sequence = table.shape
         P, page = self.key_pages.shape[:2]
+        dropped = rows.checked_dropped(self.dropped, B)
         kept = self.key_pages, self.value_pages
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
         position = before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
         index = table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
-        placed = rows.place(new, before, self.dropped, (position >= 0) & (index >= 0) & (index < P))
+        placed = rows.place(new, before, dropped, (position >= 0) & (index >= 0) & (index < P))
         index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
         write = lambda pages, new: pages.at[index, position % page].set(new, mode="drop")
         return dataclasses.replace(
@@ -117,13 +117,21 @@ class PagedCache:
         **arguments: Any,
     ) -> Any:
         """Returns `pallas_fa.paged_attention` of the queries whose rows were appended last, as `KeyValueCache.attend`."""
-        kept = rows.checked_lengths(self.lengths)
-        B, pages = rows.checked_table(self.page_table, kept.shape[0]).shape
+        table, kept = self._checked_places()
+        (B, pages), (_, page, K, _) = table.shape, self.key_pages.shape
         return paged_attention(
             query,
             self.key_pages,
             self.value_pages,
-            self.page_table,
+            table,
             kept,
-            **last_rows(query, (B, pages * self.key_pages.shape[1], self.key_pages.shape[2]), mask, lengths, arguments),
+            **last_rows(query, (B, pages * page, K), mask, lengths, arguments),
         )
+
+    def _checked_places(self):
+        """The page table and the lengths, of a cache whose arrays belong together."""
+        rows.check_kept("[P, page, K, head dim]", key_pages=self.key_pages, value_pages=self.value_pages)
+        lengths = rows.checked_lengths(self.lengths)
+        table = rows.checked_table(self.page_table, lengths.shape[0])
+        rows.check_room(self.lengths, table.shape[1] * self.key_pages.shape[1])
+        return table, lengths

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa import masks
-from pallas_fa.arguments import float_array, window_mask
+from pallas_fa.arguments import dropout_rate, float_array, window_mask
 from pallas_fa.arguments import mask as checked_mask
 from pallas_fa.arguments import score as checked_score
 from pallas_fa.masks.base import all_of
@@ -40,8 +40,9 @@ def last_rows(query: Any, sizes: tuple[int, ...], mask: Any, lengths: Any, given
         if name in given:
             shown = f" of shape {jnp.shape(given[name])}" if is_array(given[name]) else f"={given[name]!r}"
             raise ValueError(f"{name}{shown} cannot be given here: {why}. Leave it out.")
-    if given.get("dropout_rate"):
-        raise ValueError(f"dropout_rate={given['dropout_rate']!r} cannot be given here: {_DROPOUT}. Leave it out.")
+    rate = given.get("dropout_rate")
+    if rate is not None and dropout_rate(rate) > 0:
+        raise ValueError(f"dropout_rate={rate!r} cannot be given here: {_DROPOUT}. Leave it out.")
     dims = _dims(float_array("query", query).shape, sizes)
     if lengths is not None:
         lengths, batch = int_array("lengths", lengths), dims.batch

@@ -1,7 +1,6 @@
 """`ragged_paged_attention`: attention of sequences with any number of queries each, as in continuous batching."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from pallas_fa.arguments import float_array
 from pallas_fa.attention import attend
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
-from pallas_fa.operands.pytree import as_count, is_array, is_static_number
+from pallas_fa.operands.pytree import as_count, is_array, is_finite, is_static_number
+from pallas_fa.scores.soft_cap import check_cap
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 _BLOCK = 16  # queries: as many as the kernel for few queries takes
@@ -74,7 +74,7 @@ def ragged_paged_attention(
       NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
     """
     del mask_value, num_kv_pages_per_block, vmem_limit_bytes
-    queries, pages = float_array("q", q), float_array("kv_pages", kv_pages)
+    queries, pages = float_array("q", q, "[tokens, N, H]"), float_array("kv_pages", kv_pages, "[P, page, 2 K, H]")
     given = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
     lengths, table, starts, count = (as_int32(int_array(name, x)) for name, x in given.items())
     _check(queries, pages, lengths, table, starts, count)
@@ -84,10 +84,12 @@ def ragged_paged_attention(
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
     given = {"sm_scale": sm_scale, "k_scale": 1.0 if k_scale is None else k_scale}
     factors = [_factor(name, x) for name, x in (given | {"v_scale": 1.0 if v_scale is None else v_scale}).items()]
+    scale = _factor("sm_scale * k_scale", factors[0] * factors[1])
+    soft_cap = None if soft_cap is None else check_cap("soft_cap", soft_cap, "Use None")
     if not queries.shape[0]:
         return queries
     attend_blocks = functools.partial(
-        attend, mask=mask, scale=factors[0] * factors[1], logits_soft_cap=soft_cap, implementation=implementation
+        attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
     )
 
     @keeping_shardings
@@ -168,8 +170,8 @@ def _factor(name, x):
     """A factor, checked; where it is an array, in float32 at least, so that no product is rounded to fewer bits."""
     if not is_static_number(x) and not (is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name}={x!r} must be a number or a scalar float array. Leave it out for 1.0.")
-    if is_static_number(x) and not math.isfinite(x):
-        raise ValueError(f"{name}={x!r} must be finite. Leave it out for 1.0.")
+    if is_static_number(x) and not is_finite(x):
+        raise ValueError(f"{name}={x!r} must be finite in float32. Leave it out for 1.0.")
     return x.astype(np.promote_types(x.dtype, np.float32)) if is_array(x) and not is_static_number(x) else float(x)
 
 

@@ -3,10 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.arguments import float_array
 from pallas_fa.operands.offsets import as_int32, check_fits, int_array
-from pallas_fa.operands.pytree import as_count, is_array
+from pallas_fa.operands.pytree import as_count, is_array, is_float, names_float
 
 
 class Rows(NamedTuple):
@@ -45,37 +46,70 @@ def check_sizes(**sizes: Any) -> None:
 
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError unless `dtype` is one of floats."""
-    try:
-        is_float = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # it names no dtype
-        is_float = False
-    if not is_float:
+    if not names_float(dtype):
         raise TypeError(
             f"dtype={dtype!r} must be a float dtype, that of the keys and values to come. Pass jnp.bfloat16."
         )
 
 
+def check_kept(dims: str, **kept: Any) -> None:
+    """Raises unless the arrays of keys and of values of a cache, by name, belong together.
+
+    `dims` is what their dims are called.
+    """
+    for name, x in kept.items():
+        if not is_array(x) or len(x.shape) != 4:
+            shown = f".shape={tuple(x.shape)}" if is_array(x) else f" is a {type(x).__name__}"
+            raise ValueError(f"the cache's {name}{shown}, but must be an array {dims}. Make the cache with `empty`.")
+        if not is_float(x.dtype):
+            raise TypeError(f"the cache's {name}.dtype={x.dtype} must be a float type. Make the cache with `empty`.")
+    (key_name, key), (value_name, value) = kept.items()
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
+        raise ValueError(
+            f"the cache's {key_name} {key.dtype} {tuple(key.shape)} and {value_name} {value.dtype} {tuple(value.shape)} must"
+            f" agree but for the head dim: {dims}. Make the cache with `empty`, or replace both."
+        )
+
+
 def checked_lengths(lengths: Any, B: int | None = None) -> Any:
     """Returns the lengths of a cache, int [B] (None: of any size); raises where they are none."""
-    array = lengths if is_array(lengths) else None
-    if array is None or not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 or B not in (None, len(array)):
-        shown = (
-            f" have the shape {tuple(array.shape)} and the dtype {array.dtype}"
-            if array is not None
-            else f"={lengths!r}"
-        )
+    return jnp.asarray(_per_sequence("lengths", lengths, B, "how many rows of each sequence are there", "n"))
+
+
+def check_room(lengths: Any, capacity: int) -> None:
+    """Raises ValueError where the lengths of a cache are known, as those of NumPy are, and past its room for a sequence.
+
+    Of lengths that are not known while tracing, rows past `capacity` or before row 0 are not there.
+    """
+    outside: Any = lengths[(lengths < 0) | (lengths > capacity)] if isinstance(lengths, np.ndarray) else ()
+    if len(outside):
         raise ValueError(
-            f"the cache's lengths{shown}, but must be an int array [B]{'' if B is None else f'={(B,)}'}: how many rows of"
-            " each sequence are there. Use dataclasses.replace(cache, lengths=jnp.full_like(cache.lengths, n)) for one"
-            " number of all."
+            f"the cache's lengths hold {outside[0]}, but must be from 0 to {capacity}: it has room for so many rows of each"
+            " sequence. Pass how many are there, or make a longer cache."
         )
-    check_fits("the cache's lengths", array, "Pass how many rows of each sequence are there.")
-    return jnp.asarray(array)
+
+
+def checked_dropped(dropped: Any, B: int) -> Any:
+    """Returns how many rows a cache has dropped, int [B]; raises where that is none."""
+    return _per_sequence("dropped", dropped, B, "how many rows of each sequence are lost", "0")
+
+
+def _per_sequence(name, x, B, what, value):
+    """An int array [B] of a cache."""
+    array = x if is_array(x) else None
+    if array is None or not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 or B not in (None, len(array)):
+        shown = f" have the shape {tuple(array.shape)} and the dtype {array.dtype}" if array is not None else f"={x!r}"
+        raise ValueError(
+            f"the cache's {name}{shown}, but must be an int array [B]{'' if B is None else f'={(B,)}'}: {what}. Use"
+            f" dataclasses.replace(cache, {name}=jnp.full({'B' if B is None else B}, {value})) for one number of all."
+        )
+    check_fits(f"the cache's {name}", array, f"Pass {what}.")
+    return array
 
 
 def checked_table(table: Any, B: int) -> Any:
     """Returns a page table int32 [B, pages per sequence]; raises where it is none."""
-    table = int_array("page_table", table)
+    table = int_array("page_table", table, "PageAllocator.page_table makes one.")
     if table.ndim != 2 or table.shape[0] != B:
         raise ValueError(
             f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={B} sequences. Give each"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, refuse_forward_mode, with_signature
+from pallas_fa.arguments import Arguments, refuse_forward_mode, segment_mask, with_signature
 from pallas_fa.attention import run
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
@@ -17,6 +17,7 @@ from pallas_fa.context_parallel.placement import Placement, from_zigzag, to_zigz
 from pallas_fa.masks import Mask
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.problem import normalise
 
 
@@ -100,6 +101,7 @@ def all_to_all_attention(
     """
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
+    return_residual = as_flag("return_residual", return_residual)
     checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_forward_mode(arguments)
     local, _ = normalise(query, key, value, layout=arguments.get("layout") or "BTNH")
@@ -111,6 +113,7 @@ def all_to_all_attention(
             " all_to_all_attention gives each device the same number of heads. Use ring_attention, or a smaller axis."
         )
     checks.require_blocks(local.dims, size, placement)
+    segment_mask(local.dims, arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids"))  # raises
     if K % size:
         key, value = (jnp.repeat(x, size // math.gcd(K, size), axis=head_axis) for x in (key, value))
 

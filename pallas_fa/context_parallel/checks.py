@@ -19,7 +19,7 @@ def axis_size(axis_name: Any) -> int:
         )
     try:
         return lax.axis_size(axis_name)
-    except NameError:
+    except (NameError, TypeError, ValueError):  # no axis of this name; a name that cannot be one; a number
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a mesh that is manual here. Call this inside jax.shard_map over a"
             " mesh with that axis (named in axis_names, if that is given); outside of it use dot_product_attention."

@@ -20,6 +20,7 @@ from pallas_fa.operands import diagonals
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import transpose
 from pallas_fa.operands.part import Part
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.problem import Operands, Problem, normalise
 from pallas_fa.softmax.merging import PartialResult, merge
 
@@ -108,6 +109,7 @@ def decode_attention(
     """
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
+    return_residual = as_flag("return_residual", return_residual)
     checks.require_shards(axis_name, key=key, value=value)
     whole = {name: x for name, x in arguments.items() if name != "key_value_segment_ids"}
     checks.require_replicated(axis_name, query=query, bias=bias, mask=mask, **whole)

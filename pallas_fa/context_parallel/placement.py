@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_fa.operands.pytree import as_count, is_static_int
+
 Placement = Literal["contiguous", "zigzag"]
 
 
@@ -53,12 +55,12 @@ def to_zigzag(x: ArrayLike, axis: int, ring_size: int) -> jax.Array:
       axis: the axis of the sequence; its size must be a multiple of 2 * ring_size.
       ring_size: the number of devices over which the sequence is sharded.
     """
-    return _permute_blocks(x, axis, ring_size, _zigzag(ring_size))
+    return _permute_blocks(x, axis, ring_size, _zigzag)
 
 
 def from_zigzag(x: ArrayLike, axis: int, ring_size: int) -> jax.Array:
     """Permutes a whole array from the order of "zigzag" placement back to that of the sequence: inverts `to_zigzag`."""
-    return _permute_blocks(x, axis, ring_size, np.argsort(_zigzag(ring_size)))
+    return _permute_blocks(x, axis, ring_size, lambda ring_size: np.argsort(_zigzag(ring_size)))
 
 
 def _zigzag(ring_size):
@@ -66,15 +68,20 @@ def _zigzag(ring_size):
     return np.stack([np.arange(ring_size), 2 * ring_size - 1 - np.arange(ring_size)], axis=1).reshape(-1)
 
 
-def _permute_blocks(x, axis, ring_size, order):
-    x = jnp.asarray(x)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis={axis} is not an axis of an array of shape {x.shape}. Name the axis of the sequence.")
-    axis = axis % x.ndim
-    if ring_size < 1 or x.shape[axis] % (2 * ring_size):
+def _permute_blocks(x, axis, ring_size, order_of):
+    """Permutes the blocks along `axis` to the order that `order_of(ring_size)` is."""
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"x={x!r} is a {type(x).__name__}; it must be an array. Pass one of JAX or NumPy.") from e
+    ring_size = as_count("ring_size", ring_size, "Pass the number of devices over which the sequence is sharded.")
+    if not is_static_int(axis) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis={axis!r} is not an axis of an array of shape {x.shape}. Name the axis of the sequence.")
+    axis = int(axis) % x.ndim
+    if x.shape[axis] % (2 * ring_size):
         raise ValueError(
             f"axis={axis} of the array has size {x.shape[axis]}, not a multiple of 2 * ring_size = {2 * ring_size}: zigzag"
             " gives each device two blocks of one size. Pad the sequence, and say its length in key_value_seq_lengths."
         )
     blocks = x.reshape(*x.shape[:axis], 2 * ring_size, x.shape[axis] // (2 * ring_size), *x.shape[axis + 1 :])
-    return jnp.take(blocks, order, axis=axis).reshape(x.shape)
+    return jnp.take(blocks, order_of(ring_size), axis=axis).reshape(x.shape)

@@ -13,6 +13,7 @@ from pallas_fa.context_parallel.placement import Placement
 from pallas_fa.masks import Lengths, Mask
 from pallas_fa.operands.dims import ShardedDims
 from pallas_fa.operands.layout import transpose
+from pallas_fa.operands.pytree import as_flag
 from pallas_fa.problem import normalise
 
 
@@ -109,6 +110,7 @@ def ring_attention(
 
     size = checks.axis_size(axis_name)
     placement = placements.check(placement)
+    return_residual = as_flag("return_residual", return_residual)
     checks.refuse_reference(implementation)
     checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_forward_mode(arguments)

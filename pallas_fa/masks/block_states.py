@@ -49,9 +49,12 @@ def block_mask(
     entries = () if batch is None else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     given = ("T", T), ("S", S), *(("batch", x) for x in entries), *((("heads", heads),) if heads is not None else ())
     for name, size in given:
-        if not is_static_int(size) or size <= 0:
+        least = int(name == "heads")
+        if not is_static_int(size) or size < least:
             value = f" of type {type(size).__name__}" if is_array(size) else f"={size!r}"
-            raise ValueError(f"{name}{value} must be an int > 0, known while tracing: the number of {_COUNTED[name]}.")
+            raise ValueError(
+                f"{name}{value} must be an int >= {least}, known while tracing: the number of {_COUNTED[name]}."
+            )
     T, S, q, kv = int(T), int(S), *block_sizes(block)
     dims, known = Dims(tuple(map(int, entries)), T, S, int(heads or 1)), (batch is not None, heads is not None)
     indices: list[tuple[int | None, int | None]] = []
@@ -90,9 +93,11 @@ def _states(bound, dims, q, kv):
         count = allowed.reshape(q, columns, kv).sum(axis=(0, 2), dtype=jnp.int32)
         return (count > 0).astype(jnp.int8) + (count == q * kv).astype(jnp.int8)
 
-    states = lax.map(row, jnp.arange(entries * of_heads * rows, dtype=jnp.int32))
+    states = jnp.zeros((entries * of_heads * rows, columns), jnp.int8)
+    if states.size:  # JAX traces the body of an empty loop, too, which cannot cut empty arrays
+        states = lax.map(row, jnp.arange(states.shape[0], dtype=jnp.int32))
     lists = block_lists.of_blocks(states.reshape(entries, of_heads, rows, columns), (T, S), (q, kv))
-    lead = *(dims.batch if entries > 1 else (1,) * len(dims.batch)), of_heads
+    lead = *(dims.batch if entries != 1 else (1,) * len(dims.batch)), of_heads
     lists = lists and tuple(x.reshape(*lead, *x.shape[2:]) for x in lists)
     return states.reshape(*lead, rows, columns), lists
 

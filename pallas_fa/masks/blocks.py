@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.masks import tile_ranges
-from pallas_fa.masks.base import BOUNDARY, EMPTY, FULL, Mask, Tiles
+from pallas_fa.masks.base import BOUNDARY, EMPTY, FULL, Mask, Tiles, remedy_for
 from pallas_fa.masks.block_bits import BlockBits
 from pallas_fa.masks.lengths import Lengths
 from pallas_fa.operands import intervals
@@ -48,13 +48,16 @@ class BlockMask(Mask):
     indices: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self):
-        blocks = jnp.asarray(self.blocks) if isinstance(self.blocks, list) else self.blocks
+        blocks = _array_of(self.blocks)
         if not is_array(blocks) or blocks.dtype not in (jnp.bool_, jnp.int8) or blocks.ndim < 2:
             kind = f"{blocks.dtype} {list(blocks.shape)}" if is_array(blocks) else type(blocks).__name__
             raise TypeError(
                 f"BlockMask takes a bool array with a value for each block, [.., T / q, S / kv], got {kind}. True means"
                 " 'visited'; for 0 and 1 pass `blocks != 0`; for the blocks of a mask use block_mask(mask, T, S)."
             )
+        if self.mask is not None and not isinstance(self.mask, Mask):
+            remedy = remedy_for(self.mask, "Leave it out for all pairs of the blocks.")
+            raise TypeError(f"mask is a {type(self.mask).__name__}; it must be a Mask or None. {remedy}")
         object.__setattr__(self, "blocks", blocks)
         object.__setattr__(self, "block", block_sizes(self.block))
 
@@ -187,6 +190,14 @@ class BlockMask(Mask):
         """`answer` is of `tile_ranges`; `hit`: bool [B|1, N|1, ..], where `axis` has the blocks and the other the tiles."""
         lo, hi = answer(hit if axis == 3 else jnp.swapaxes(hit, 2, 3), self.block[axis - 2])
         return lo - self._start(axis), hi - self._start(axis)
+
+
+def _array_of(blocks: Any) -> Any:
+    """Returns a list as an array, where it is one; anything else as it is."""
+    try:
+        return jnp.asarray(blocks) if isinstance(blocks, list) else blocks
+    except (TypeError, ValueError):
+        return blocks
 
 
 def _bound_list(dims, x):

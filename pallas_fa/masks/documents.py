@@ -13,7 +13,7 @@ from pallas_fa.masks.band import check_side
 from pallas_fa.masks.key_intervals import KeyIntervals
 from pallas_fa.operands import offsets
 from pallas_fa.operands.automatic_axes import explicit_sharding, on_automatic_axes
-from pallas_fa.operands.pytree import is_array, is_static_int
+from pallas_fa.operands.pytree import as_flag, is_array, is_static_int
 
 
 def from_cu_seqlens(
@@ -48,8 +48,7 @@ def from_cu_seqlens(
     is_known = not export.is_symbolic_dim(T)
     if is_known and (not is_static_int(T) or T < 0):
         raise ValueError(f"T={T!r} must be the number of queries, an int >= 0: query.shape[-3].")
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal={is_causal!r} must be True or False, known while tracing.")
+    is_causal = as_flag("is_causal", is_causal)
     cu_q = _checked("cu_q", cu_q, T if is_known else None)
     cu_k = cu_q if cu_k is None else _checked("cu_k", cu_k, None)
     if cu_q.shape != cu_k.shape:
@@ -68,7 +67,10 @@ def from_cu_seqlens(
 
 def _checked(name, cu, limit):
     """`cu` as int32 [*B, documents + 1]; `limit` is the largest value it may hold, or None."""
-    cu = offsets.int_array(name, cu if is_array(cu) else np.asarray(cu))
+    if not is_array(cu):
+        offsets.int_array(name, cu)
+        cu = np.asarray(cu)  # whose values are known below
+    cu = offsets.int_array(name, cu)
     remedy = "Prepend 0 to the cumulative sum of the lengths: [0, 5, 9] for two documents of lengths 5 and 4."
     if cu.ndim == 0 or cu.shape[-1] < 2:
         raise ValueError(f"{name}.shape={cu.shape} must be [*B, documents + 1], of at least one document. {remedy}")
@@ -90,7 +92,8 @@ def _sides(window, batch):
         side = offsets.LIMIT if side is None else side
         side = offsets.as_int32(side if is_array(side) else np.asarray(side))
         if side.ndim and side.shape != batch:
-            raise ValueError(f"window[{i}].shape={side.shape} must be [] or [*B] = {batch}. Use jnp.broadcast_to.")
+            remedy = offsets.broadcast_remedy(side.shape, batch, "Pass one int for all, or one for each batch entry.")
+            raise ValueError(f"window[{i}].shape={side.shape} must be [] or [*B] = {batch}. {remedy}")
         sides.append(jnp.clip(side, -offsets.LIMIT, offsets.LIMIT))
     return sides
 

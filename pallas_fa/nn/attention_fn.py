@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_fa.api import dot_product_attention
-from pallas_fa.arguments import Arguments, dropout_rate, with_signature
+from pallas_fa.arguments import Arguments, array, dropout_rate, mask_array, with_signature
 from pallas_fa.masks import Mask
 from pallas_fa.nn.visible_keys import bounded
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import as_flag, names_float
 from pallas_fa.scores import Score
 
 
@@ -93,7 +94,7 @@ def attention_fn(
     _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions)
     query, key, value = _promoted(query, key, value, dtype)
     if mask is not None and not isinstance(mask, Mask):
-        mask = jnp.asarray(mask).astype(jnp.bool_)  # nonzero is True, as for jnp.where in Flax
+        mask = jnp.asarray(mask_array(mask, "bool or number")).astype(jnp.bool_)  # nonzero is True, as in Flax
     if min(query.ndim, key.ndim) >= 3 and query.shape[-3] == 1 < key.shape[-3]:  # with fewer dims, `normalise` says so
         dims = Dims(query.shape[:-3], 1, key.shape[-3], query.shape[-2])
         refuse_single_query(1, dims.S, arguments.get("is_causal"), arguments.get("local_window_size"))
@@ -106,8 +107,9 @@ def attention_fn(
 
 def _set_dropout(arguments: Arguments, rng: Any, deterministic: bool) -> None:
     """Brings the arguments of dropout to those of `dot_product_attention`."""
-    rate, key = dropout_rate(arguments.get("dropout_rate") or 0.0), arguments.get("dropout_key")
-    if deterministic or rate == 0:
+    rate, key = arguments.get("dropout_rate"), arguments.get("dropout_key")
+    rate = 0.0 if rate is None else dropout_rate(rate)
+    if as_flag("deterministic", deterministic) or rate == 0:
         arguments["dropout_rate"] = 0.0
         return
     if rng is not None and key is not None:
@@ -178,6 +180,13 @@ def _refuse(module, qk_attn_weights_einsum, attn_weights_value_einsum, input_pos
 
 def _promoted(query, key, value, dtype):
     """Converts to `dtype`, or to the float type that the three promote to, as flax.linen.dtypes.promote_dtype does."""
+    what, named = "a float array [*B, length, heads, head dim]", {"query": query, "key": key, "value": value}
+    query, key, value = (array(name, x, what, "Pass an array of JAX or NumPy.") for name, x in named.items())
+    if dtype is not None and not names_float(dtype):
+        raise TypeError(
+            f"dtype={dtype!r} must be a float dtype, such as jnp.bfloat16. Leave it out for the one that query, key and"
+            " value promote to."
+        )
     if dtype is None:
         dtype = jnp.result_type(query, key, value)
         dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)

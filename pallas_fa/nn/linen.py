@@ -16,6 +16,7 @@ from jax import lax
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
 from pallas_fa.nn.module_mask import module_mask
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import as_count, as_flag
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
@@ -77,7 +78,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         mask = module_mask(
             mask,
             Dims(query.shape[:-3], query.shape[-3], key.shape[-3], self.num_heads),
-            is_causal=self.is_causal or cache_index is not None,  # later positions of the cache hold zeros
+            # Later positions of the cache hold zeros.
+            is_causal=as_flag("is_causal", self.is_causal) or cache_index is not None,
             local_window_size=self.local_window_size,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
@@ -89,7 +91,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 dropout_rng = self.make_rng("dropout")
         else:
             deterministic = True
-        sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.use_sinks else None
+        use_sinks = as_flag("use_sinks", self.use_sinks)
+        sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if use_sinks else None
         x = self._attend(
             query, key, value, sow_weights, mask=mask, dropout_rng=dropout_rng, deterministic=deterministic, sinks=sinks
         )
@@ -111,15 +114,14 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def _project(self, inputs_q, inputs_k, inputs_v):
         """Returns query [*B, T, N, H], key and value [*B, S, K, H]."""
         features = self.qkv_features or inputs_q.shape[-1]
-        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        if features % self.num_heads:
+        as_many = "Use None for as many as query heads."
+        kv_heads = self.num_heads if self.num_kv_heads is None else as_count("num_kv_heads", self.num_kv_heads, as_many)
+        if self.num_heads < 1 or features % self.num_heads:
             raise ValueError(
                 f"qkv_features={features} must be a multiple of num_heads={self.num_heads}. Change one of them."
             )
-        if kv_heads < 1 or self.num_heads % kv_heads:
-            raise ValueError(
-                f"num_kv_heads={kv_heads} must divide num_heads={self.num_heads}. Use None for as many as query heads."
-            )
+        if self.num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={self.num_heads}. {as_many}")
         head_dim = features // self.num_heads
         dense = functools.partial(
             nn.DenseGeneral,

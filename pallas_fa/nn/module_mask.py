@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks
-from pallas_fa.arguments import segment_mask, window_mask
+from pallas_fa.arguments import mask_array, segment_mask, window_mask
 from pallas_fa.masks.base import all_of
 from pallas_fa.masks.lengths import bind
 from pallas_fa.nn.attention_fn import refuse_single_query
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import as_flag
 
 
 def module_mask(
@@ -42,7 +43,7 @@ def module_mask(
     if cache_index is None:
         refuse_single_query(dims.T, dims.S, is_causal, local_window_size)
     rules = [
-        masks.Causal() if is_causal else None,
+        masks.Causal() if as_flag("is_causal", is_causal) else None,
         window_mask(dims, local_window_size),
         segment_mask(dims, query_segment_ids, key_value_segment_ids),
         mask if isinstance(mask, masks.Mask) else None,
@@ -50,7 +51,8 @@ def module_mask(
     rule = all_of([x for x in rules if x is not None])
     if rule is None:
         return mask
-    array = None if mask is None or isinstance(mask, masks.Mask) else jnp.asarray(mask).astype(jnp.bool_)
+    is_array = mask is not None and not isinstance(mask, masks.Mask)
+    array = jnp.asarray(mask_array(mask, "bool or number")).astype(jnp.bool_) if is_array else None
     if cache_index is None:
         return rule if array is None else rule & masks.Dense(array)
     row = _cache_row(rule, dims, cache_index)

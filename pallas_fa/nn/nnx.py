@@ -10,6 +10,7 @@ from flax import nnx
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
 from pallas_fa.nn.module_mask import module_mask
 from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.pytree import as_flag
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -41,14 +42,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs,
         **kwargs: Any,
     ) -> None:
-        self.is_causal = is_causal
+        self.is_causal = as_flag("is_causal", is_causal)
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.implementation = implementation
         super().__init__(*args, attention_fn=attention_fn, rngs=rngs, **kwargs)
         # Drawn last, so that the other parameters are those of Flax's module.
-        sinks = nnx.Param(sinks_init(rngs.params(), (self.num_heads,), self.param_dtype)) if use_sinks else None
-        self.sinks = sinks
+        draw = lambda: nnx.Param(sinks_init(rngs.params(), (self.num_heads,), self.param_dtype))
+        self.sinks = draw() if as_flag("use_sinks", use_sinks) else None
 
     @property
     def attention_fn(self) -> Callable[..., Any]:
@@ -86,7 +87,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
           key_value_segment_ids: int [*B, S]. With a cache, S is its length.
         """
-        is_causal = self.is_causal if is_causal is None else is_causal
+        is_causal = self.is_causal if is_causal is None else as_flag("is_causal", is_causal)
         decode = self.decode if decode is None else decode
         S, cache_index = (inputs_q if inputs_k is None else inputs_k).shape[-2], None
         if decode and self.cached_key is not None and self.cache_index is not None:

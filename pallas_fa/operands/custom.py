@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa.operands import offsets
-from pallas_fa.operands.pytree import is_array
+from pallas_fa.operands.pytree import is_array, is_float
 
 
 def check_function(fn: Any, form: str) -> None:
@@ -31,6 +31,10 @@ def array(name: str, x: Any) -> Any:
             raise TypeError(
                 f"{name} holds a {type(x).__name__}; it must hold arrays, broadcastable to [*B, N, T, S] ({e})."
             ) from None
+    if jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x.dtype):
+        raise TypeError(
+            f"{name} holds a {x.dtype}, which has no sign, as gradients do. Convert it, e.g. with `.astype(jnp.float32)`."
+        )
     remedy = "Number the values, np.unique(x, return_inverse=True)[1], or convert them to float."
     offsets.check_fits(name, x, remedy)
     return x

@@ -1,6 +1,7 @@
 """`Dims`: the sizes of one call, to which the arrays of masks and scores are bound."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -111,17 +112,20 @@ def _of_jax_dtype(x):
 
 
 def _alignment_advice(name, shape, full):
-    """Returns advice: how to insert dims of size 1 so that `shape` broadcasts to `full`, if that is possible."""
-    matches, remaining = [], list(shape)
-    for size in full:  # match each dim with the first dim of `full` that has its size
-        matches.append(bool(remaining) and remaining[0] == size)
-        if matches[-1]:
-            remaining.pop(0)
-    if remaining or not shape:
+    """Returns advice: how to insert dims of size 1 so that `shape` broadcasts to `full`, in each way that is possible."""
+    batch = len(full) - 3
+    letters = [*("B" if batch == 1 else f"B{i}" for i in range(batch)), "N", "T", "S"]
+    ways = {}
+    for axes in itertools.combinations(range(len(full)), len(shape)):
+        if shape and all(have in (1, full[axis]) for have, axis in zip(shape, axes, strict=True)):
+            of_dims = ", ".join(letters[axis] if have != 1 else "1" for have, axis in zip(shape, axes, strict=True))
+            ways.setdefault(of_dims, ", ".join(":" if i in axes else "None" for i in range(axes[0], len(full))))
+    if not ways:
         return "Transpose or reshape it."
-    first = matches.index(True)
-    index = ", ".join(":" if match else "None" for match in matches[first:])
-    return f"Insert dims of size 1: `{name}[{index}]`."
+    if len(ways) == 1:
+        return f"Insert dims of size 1: `{name}[{next(iter(ways.values()))}]`."
+    each = "; ".join(f"`{name}[{index}]` if it is [{of_dims}]" for of_dims, index in ways.items())
+    return f"Insert dims of size 1: {each}."
 
 
 @dataclasses.dataclass(frozen=True)

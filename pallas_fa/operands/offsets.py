@@ -28,7 +28,7 @@ def check(name: str, x: Any) -> Any:
 
 def check_align(kind: str, align: Any) -> None:
     """Raises ValueError unless `align` is one of `Align`; `kind` is what it aligns."""
-    if align not in ("top_left", "bottom_right"):
+    if is_array(align) or align not in ("top_left", "bottom_right"):
         by_name = "" if isinstance(align, str) else " Give an offset by its name, offset=."
         raise ValueError(f"align={align!r} is not a way to align {kind}. Use 'top_left' or 'bottom_right'.{by_name}")
 
@@ -97,6 +97,13 @@ def as_int32(x: Any) -> Any:
     return jnp.asarray(x, jnp.int32)
 
 
+def broadcast_remedy(have: tuple[int, ...], want: tuple[int, ...], otherwise: str) -> str:
+    """Returns how to bring an array of shape `have` to the shape `want`: `otherwise` where it cannot be broadcast."""
+    pairs = zip(reversed(have), reversed(want), strict=False)
+    fits = len(have) <= len(want) and all(a in (1, b) for a, b in pairs)
+    return f"Use jnp.broadcast_to(x, {want})." if fits else otherwise
+
+
 def check_fits(name: str, x: Any, remedy: str) -> None:
     """Raises ValueError if values of a NumPy array are past its integers in JAX, which would wrap them around.
 
@@ -120,17 +127,19 @@ def per_tile(x: Any) -> Any:
     return x[:, :, 0] if is_array(x) and jnp.ndim(x) else x
 
 
-def int_array(name: str, x: Any) -> Any:
-    """Returns `x` as an int array; raises TypeError if it is none."""
+def int_array(name: str, x: Any, remedy: str = "Pass one of JAX or NumPy, or a list of ints.") -> Any:
+    """Returns `x` as an int array; raises TypeError if it is none. `remedy`: what to pass in place of None and the like."""
     if not is_array(x):
         if isinstance(x, bool):
             raise TypeError(f"{name}={x!r} must be an int or an int array. Pass {int(x)} if that is meant.")
         if not isinstance(x, (int, list, tuple)):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array.")
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int array. {remedy}")
         try:
             x = jnp.asarray(x)
         except OverflowError:  # past JAX's integers: kept, for `as_int32` to saturate or `check_fits` to refuse
             x = np.asarray(x)
+            if x.dtype == object:
+                raise TypeError(f"{name} holds an int of more than 64 bits. Pass a smaller one.") from None
         except (TypeError, ValueError) as e:
             raise TypeError(f"{name}={x!r} must be an int array, with an int in each place of it.") from e
     if not jnp.issubdtype(x.dtype, jnp.integer):

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 def is_array(x: Any) -> bool:
-    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct)."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct); those of other libraries do not."""
+    is_jax = isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+    return is_jax or (hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), np.dtype))
 
 
 def is_static_number(x: Any) -> bool:
@@ -27,7 +29,25 @@ def is_static_number(x: Any) -> bool:
 
 def is_static_int(x: Any) -> bool:
     """Returns whether `x` is a Python or NumPy scalar of integer value."""
-    return is_static_number(x) and math.isfinite(x) and x == int(x)
+    return is_static_number(x) and (isinstance(x, (int, np.integer)) or math.isfinite(x) and x == int(x))
+
+
+def is_finite(x: Any, dtype: Any = np.float32) -> bool:
+    """Returns whether a static number is finite in the dtype of logits: float64 for inputs of it, else float32."""
+    return bool(abs(x) <= float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max))
+
+
+def is_float(dtype: Any) -> bool:
+    """Returns whether `dtype` is one of floats, with a sign: float8_e8m0fnu holds powers of two, the scales of others."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float8_e8m0fnu
+
+
+def names_float(dtype: Any) -> bool:
+    """Returns whether `dtype` names one for which `is_float` holds; anything but a dtype does not."""
+    try:
+        return dtype is not None and is_float(jnp.dtype(dtype))
+    except TypeError:
+        return False
 
 
 def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
@@ -39,6 +59,16 @@ def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
     if count < least:
         raise ValueError(f"{name}={x!r} must be an int of at least {least}. {remedy}")
     return count
+
+
+def as_flag(name: str, x: Any) -> bool:
+    """Returns `x` as a bool, None as False; raises TypeError for all else, of which some, like "no", count as True."""
+    if not isinstance(x, (bool, np.bool_, type(None))):
+        raise TypeError(
+            f"{name}={x!r} must be True or False, known while tracing. Pass one of them; where it is an argument of a"
+            " jitted function, name it in static_argnames."
+        )
+    return bool(x)
 
 
 def arrays_of(tree: Any, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[..., Any]]:

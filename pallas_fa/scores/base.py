@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.part import Part
-from pallas_fa.operands.pytree import Node, is_array
+from pallas_fa.operands.pytree import Node, is_array, is_float
 
 
 class Score(Node):
@@ -76,9 +76,7 @@ class Score(Node):
 
     def then(self, other: "Score") -> "Score":
         """Returns the score that applies this one first, then `other`."""
-        if not isinstance(other, Score):
-            raise TypeError(f"then takes a Score, got {type(other).__name__}. Wrap a function as scores.Custom(fn).")
-        return Chain(_parts(self) + _parts(other))
+        return Chain(_parts(self) + _parts(_checked(other, "then")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +84,9 @@ class Chain(Score):
     """Applies the parts in order; written `a.then(b)`."""
 
     parts: tuple[Score, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "parts", tuple(_checked(part, "Chain") for part in self.parts))
 
     def bind(self, dims: Dims, lengths: Any) -> "Chain":
         return Chain(tuple(part.bind(dims, lengths) for part in self.parts))
@@ -190,6 +191,16 @@ def evaluate(score: Score | None, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any
     return x if cast_score is None else cast_score.apply(x, b, n, t, s)
 
 
+def _checked(x, taker):
+    if isinstance(x, Score):
+        return x
+    is_class = isinstance(x, type) and issubclass(x, Score)
+    remedy = f"Make one: {x.__name__}(...)." if is_class else "Wrap a function fn(x, b, n, t, s) as scores.Custom(fn)."
+    raise TypeError(
+        f"{taker} takes a Score, got {'the class ' + x.__name__ if is_class else type(x).__name__}. {remedy}"
+    )
+
+
 def _parts(score):
     return score.parts if isinstance(score, Chain) else (score,)
 
@@ -199,8 +210,11 @@ def float_array(name: str, x: Any) -> Any:
     if not is_array(x):
         try:
             x = jnp.asarray(x)
-        except (TypeError, ValueError) as e:
-            raise TypeError(f"{name}={x!r} is of type {type(x).__name__}; it must be a float array.") from e
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+        except (TypeError, ValueError, OverflowError) as e:
+            raise TypeError(
+                f"{name}={x!r} is of type {type(x).__name__}; it must be a float array. Pass one of JAX or NumPy, or a list"
+                " of floats."
+            ) from e
+    if not is_float(x.dtype):
         raise TypeError(f"{name}.dtype={x.dtype} must be a float type. Convert it with `.astype(jnp.float32)`.")
     return x

@@ -1,13 +1,32 @@
 """`SoftCap`: bounds the logits."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_fa.operands.pytree import is_static_number
 from pallas_fa.scores.base import Score
+
+# Past these, x / cap or its derivative times cap is below what float32 holds, and counts as 0.
+_LEAST, _MOST = 2.0**-100, 2.0**100
+
+
+def check_cap(name: str, cap: Any, without: str) -> float:
+    """Returns a soft cap as a float; raises unless logits and gradients in float32 can be divided and multiplied by it.
+
+    `without` is how to have no soft cap.
+    """
+    if not is_static_number(cap):
+        raise TypeError(
+            f"{name}={cap!r} must be a float > 0, known while tracing. For a learned cap use scores.Custom(fn, cap)."
+        )
+    if not _LEAST <= cap <= _MOST:
+        raise ValueError(
+            f"{name}={cap} must be positive, and from {_LEAST:.1e} to {_MOST:.1e}: logits divided by others leave the range"
+            f" of float32. {without} for no soft cap."
+        )
+    return float(cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +36,7 @@ class SoftCap(Score):
     cap: float
 
     def __post_init__(self):
-        if not is_static_number(self.cap):
-            raise TypeError(f"cap={self.cap!r} must be a Python float. For a learned cap use scores.Custom(fn, cap).")
-        if not (self.cap > 0 and math.isfinite(self.cap)):
-            raise ValueError(f"cap={self.cap} must be positive and finite. Leave the soft cap out for no cap.")
-        object.__setattr__(self, "cap", float(self.cap))
+        object.__setattr__(self, "cap", check_cap("cap", self.cap, "Leave the soft cap out"))
 
     @property
     def bound(self) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from pallas_fa.operands.automatic_axes import explicit_sharding, on_automatic_axes
 
@@ -36,9 +36,9 @@ def keeping_shardings[**P, T](change: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(change)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        shardings: Any = jax.tree.map(lambda x: jax.typeof(x).sharding, args[0])
-        if not any(AxisType.Explicit in x.mesh.axis_types for x in jax.tree.leaves(shardings)):
+        if explicit_sharding(*jax.tree.leaves(args[0])) is None:
             return change(*args, **kwargs)
+        shardings: Any = jax.tree.map(lambda x: jax.typeof(x).sharding, args[0])
         in_automatic: Any = jax.sharding.auto_axes(change, out_sharding=shardings)
         return in_automatic(*args, **kwargs)
 

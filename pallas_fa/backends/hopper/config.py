@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from pallas_fa.backends.gpu.config_types import check_types
+
 
 def _with_former_names[C: type](**former: str) -> Callable[[C], C]:
     """Returns a decorator for a frozen dataclass whose fields can be given and read by their former names too."""
@@ -18,11 +20,11 @@ def _with_former_names[C: type](**former: str) -> Callable[[C], C]:
             present = {name: value for name, value in given.items() if name not in former}
             try:
                 init(self, *args, **(present | renamed))  # `dataclasses.replace` gives the present names as well
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 text = str(error)
                 for name in given.keys() & former.keys():
                     text = text.replace(f"{former[name]}=", f"{name}=")
-                raise ValueError(text) from None
+                raise type(error)(text) from None
 
         cls.__init__ = __init__
         for name, present in former.items():
@@ -78,6 +80,7 @@ class ForwardConfig:
     grouped_rows: bool = False
 
     def __post_init__(self):
+        check_types(self)
         if self.compute_wgs not in (1, 2, 3):
             raise ValueError(f"compute_wgs={self.compute_wgs} must be 1, 2 or 3: a CTA has registers for no more.")
         if not 64 <= self.block_kv <= 256 or self.block_kv % 16:
@@ -154,6 +157,7 @@ class BackwardConfig:
     persistent_ctas: int = 0
 
     def __post_init__(self):
+        check_types(self)
         if self.compute_wgs not in (1, 2):
             raise ValueError(f"compute_wgs={self.compute_wgs} must be 1 or 2: a CTA has registers for no more.")
         if self.width not in (64, 128):

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_fa.backends.gpu.config_types import check_types
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
@@ -83,6 +85,7 @@ class DecodeConfig:
     kv_splits: int = 1
 
     def __post_init__(self):
+        check_types(self)
         if self.rows not in (16, 32, 64):
             raise ValueError(f"rows={self.rows} must be 16, 32 or 64: four warps hold 16 rows each.")
         if self.block_kv not in (16, 32, 64, 128) or self.block_kv * self.rows < 1024:
@@ -122,6 +125,7 @@ class Config:
 
 
 def _check(config: ForwardConfig | BackwardConfig) -> None:
+    check_types(config)
     if config.wgs not in (1, 2, 4):
         raise ValueError(f"wgs={config.wgs} must be 1, 2 or 4: a CTA has registers for no more.")
     if config.rows not in (64, 128):
