@@ -60,6 +60,31 @@ def test_the_cotangent_of_the_log_sum_exp_may_be_anything_in_empty_rows(d_lse):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("sinks", [None, np.zeros(2, np.float32)], ids=["no sinks", "sinks"])
+def test_padding_touches_nothing_whatever_it_holds(sinks):
+    lengths = {"query_seq_lengths": jnp.array([5, 16]), "key_value_seq_lengths": jnp.array([16, 9])}
+    past = {name: jnp.arange(16) >= x[:, None] for name, x in lengths.items()}
+    past_q, past_kv = (past[name][..., None, None] for name in lengths)
+    draws = jax.random.normal(jax.random.key(0), (4, 2, 16, 2, 8))
+    d_lse = jax.random.normal(jax.random.key(1), (2, 16, 2))
+
+    @jax.jit
+    def results(holds):
+        q, k, v, d_out = (
+            jnp.where(pad, holds, x) for x, pad in zip(draws, (past_q, past_kv, past_kv, past_q), strict=True)
+        )
+        attend = lambda *qkv: pallas_fa.dot_product_attention(
+            *qkv, **lengths, is_causal=True, sinks=sinks, return_residual=True, implementation="xla"
+        )
+        (out, lse), pullback = jax.vjp(attend, q, k, v)
+        return out, lse, *pullback((d_out, jnp.where(past_q[..., 0], holds, d_lse)))
+
+    for with_nan, with_zero in zip(results(np.float32(np.nan)), results(np.float32(0)), strict=True):
+        np.testing.assert_array_equal(with_nan, with_zero)
+    for gradient, pad in zip(results(np.float32(np.nan))[2:], (past_q, past_kv, past_kv), strict=True):
+        assert not np.any(np.where(pad, gradient, 0))
+
+
 @pytest.mark.parametrize(
     ("problem", "forward", "backward"),
     [
@@ -81,3 +106,31 @@ def test_the_cotangent_of_the_log_sum_exp_may_be_anything_in_empty_rows(d_lse):
 )
 def test_rule(problem, forward, backward):
     assert (plan.all_at_once(problem), plan.all_at_once(problem, backward=True)) == (forward, backward)
+
+
+def _told(B, T, S, N, **keywords):
+    q, k = (jax.ShapeDtypeStruct((B, length, N, 8), jnp.float32) for length in (T, S))
+    told = pallas_fa.explain(q, k, k, implementation="xla", **keywords)
+    return next(line for line in told.splitlines() if line.startswith("xla: "))
+
+
+def test_explain_says_which_logits_are_in_memory():
+    assert "logits of 256 queries by 512 keys at a time, 8 MiB" in _told(2, 256, 512, 8, is_causal=True)
+    chunks = (
+        "logits of 512 queries by 512 keys at a time, 16 MiB, in the backward 128 queries by 128 keys at a time, 1 MiB"
+    )
+    assert chunks in _told(2, 512, 512, 8, is_causal=True)
+    assert "logits of 128 queries by 128 keys at a time, 32 MiB" in _told(64, 512, 512, 8)
+
+
+def _temporary_bytes(B, T, S, N):
+    q, k = (jax.ShapeDtypeStruct((B, length, N, 8), jnp.float32) for length in (T, S))
+    attend = lambda *qkv: pallas_fa.dot_product_attention(*qkv, implementation="xla", is_causal=True)
+    gradients = jax.jit(lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out))
+    return gradients.lower(q, k, k, q).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_that_of_the_rule():
+    """Three arrays of all logits where these are few; past the bound less than one."""
+    assert _temporary_bytes(2, 256, 512, 8) < 3.2 * 4 * 16 * 256 * 512
+    assert _temporary_bytes(64, 512, 512, 8) < 0.5 * 4 * 512 * 512 * 512

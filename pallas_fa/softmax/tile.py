@@ -64,27 +64,16 @@ def softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
     return p / total, jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
 
 
-def fusible_softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
-    """Returns what `softmax` does, without derivatives, in a form that XLA fuses: each reduction has few uses.
+def whole_rows(x: Any) -> tuple[Any, Any]:
+    """Returns what `softmax` does, without derivatives, in a form of which XLA makes one GPU kernel for each result.
 
-    A test for empty rows would use each once more. Instead, maximum and sum are kept away from -inf and 0, which changes no
-    other row.
+    A test for empty rows would use each reduction more than once, and so cost two more passes over x. Instead, maximum and
+    sum are kept away from -inf and 0, which changes no other row. The log-sum-exp is a reduction of its own for the same
+    reason.
     """
     lowest, tiny = (np.asarray(a, x.dtype) for a in (jnp.finfo(x.dtype).min, jnp.finfo(x.dtype).tiny))
     top = jnp.maximum(jnp.max(x, axis=-1, keepdims=True), lowest)
-    top = top if sinks is None else jnp.maximum(top, sinks.astype(x.dtype))
     p = jnp.exp(x - top)
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    total = total if sinks is None else total + jnp.exp(sinks.astype(x.dtype) - top)
-    return p / jnp.maximum(total, tiny), (top + jnp.log(total))[..., 0]
-
-
-def whole_rows(x: Any) -> tuple[Any, Any]:
-    """Returns what `fusible_softmax` does, in a form of which XLA makes one GPU kernel for each result.
-
-    For this, the log-sum-exp is a reduction of its own: of maximum and sum, it would be a further use.
-    """
-    lowest = np.asarray(jnp.finfo(x.dtype).min, x.dtype)
 
     def join(a, b):
         (a_max, a_sum), (b_max, b_sum) = a, b
@@ -93,7 +82,22 @@ def whole_rows(x: Any) -> tuple[Any, Any]:
 
     one_each = jnp.maximum(x, lowest), (x > -jnp.inf).astype(x.dtype)
     top, total = lax.reduce(one_each, (lowest, np.zeros((), x.dtype)), join, (x.ndim - 1,))
-    return fusible_softmax(x)[0], top + jnp.log(total)
+    return p / jnp.maximum(jnp.sum(p, axis=-1, keepdims=True), tiny), top + jnp.log(total)
+
+
+def fusible_softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
+    """Returns what `softmax` does, without derivatives, in a form that XLA fuses with a matmul on a CPU.
+
+    A test for empty rows would use each reduction once more. Instead, logits and sums are kept away from -inf and 0, which
+    changes no other row. Between the maximum and its use there is nothing: there, even one operation divides the fusion.
+    """
+    lowest, tiny = (np.asarray(a, x.dtype) for a in (jnp.finfo(x.dtype).min, jnp.finfo(x.dtype).tiny))
+    top = jnp.max(jnp.maximum(x, lowest), axis=-1, keepdims=True)
+    top = top if sinks is None else jnp.maximum(top, sinks.astype(x.dtype))
+    p = jnp.exp(x - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks.astype(x.dtype) - top)
+    return p / jnp.maximum(total, tiny), (top + jnp.log(total))[..., 0]
 
 
 def softmax_start(shape: tuple[int, ...], dtype: Any, sinks: Any = None) -> Softmax:

@@ -55,8 +55,9 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     ds, d_arrays = p * (dp - (row_sums - heads_first(d_lse_of_keys))[..., None]), ()
     if operands.score is not None:
         ds, d_arrays = pullback(ds)
-    ds = (problem.scale * ds).astype(ds_dtype(problem))
-    dq, dk = _pv(problem, ds, k.astype(ds.dtype)), _ptx(problem, ds, q.astype(ds.dtype))
+    ds = ds.astype(ds_dtype(problem))
+    dq = problem.scale * _pv(problem, ds, k.astype(ds.dtype))
+    dk = problem.scale * _ptx(problem, ds, q.astype(ds.dtype))
     dv = _ptx(problem, drop(p).astype(d_out.dtype), d_out)
     d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, heads_first(row_sums) - d_lse),)
     gradients = dq, dk, dv, *d_arrays, *d_sinks
