@@ -14,11 +14,11 @@ probabilities from the forward to the backward of a program, as it does those of
 
 On CPUs, all logits at once where they are few, since chunks cost more calls of smaller matmuls: up to 2**18 for each batch
 entry and head, half as many in the backward, and four times as many where neither mask, score but a bias, nor dropout is in
-the call, for XLA then fuses the softmax with the matmuls. In all, at most 256 MiB in float32, or as many as one chunk
-would hold. A call with 64 times as many keys as queries takes chunks, which copy no keys.
+the call, for XLA then fuses the softmax with the matmuls. In all, at most 256 MiB, or as many as one chunk would hold. A
+call with 64 times as many keys as queries takes chunks, which copy no keys. The backward holds up to three such arrays.
 
-On other platforms, and for symbolic lengths, block masks and keys in pages, chunks of queries and keys
-(`chunks.split_axes`).
+All other calls, those with symbolic lengths, block masks and keys in pages, and those on other platforms take chunks of
+queries and keys (`chunks.split_axes`).
 
 The platform is that of `jax.default_backend()` while the program is traced. On another one it is as right, but slower.
 """
