@@ -117,5 +117,5 @@ def row_sums(problem: Problem, x: Any, y: Any) -> Any:
     if parts == 1:
         return row_statistics.row_sums(problem, x, y)
     x, y = (tuple(part.astype(jnp.float32) for part in split(z, parts, _rounded_by_xla)) for z in (x, y))
-    sums = sum(x[i] * y[j] for i, j in pairs(parts)).sum(-1)
+    sums = jnp.sum(sum((x[i] * y[j] for i, j in pairs(parts)), jnp.float32(0)), axis=-1)
     return sums if problem.layout == "BTNH" else jnp.swapaxes(sums, 1, 2)
