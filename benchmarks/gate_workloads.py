@@ -7,7 +7,7 @@ from benchmarks.workloads import Workload, self_attention
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
-def _in(dtypes: str, *workloads: Workload) -> list[Workload]:
+def in_dtypes(dtypes: str, *workloads: Workload) -> list[Workload]:
     """Each workload in each dtype, which its name gets as an ending."""
     chosen = {dtype: short for dtype, short in _DTYPES.items() if short in dtypes.split()}
     return [
@@ -69,11 +69,11 @@ _LONG = [
 def gate_workloads() -> tuple[Workload, ...]:
     """Returns all calls, at least 120 with their directions."""
     return (
-        *_in("bf16", *_SHORT, *_MASKS),
-        *_in("f32", *_SHORT, *_MASKS),
-        *_in("bf16 f32", *map(_decoding, (1, 4, 16))),
-        *_in("f32", *_TRAINING, *_SHAPES),
-        *_in("bf16", *_TRAINING, *_SHAPES),
-        *_in("bf16 f32", *_LONG),
-        *_in("f16", *_SHORT[:2], *_MASKS[:2], *_TRAINING[:4], *_SHAPES[:2]),
+        *in_dtypes("bf16", *_SHORT, *_MASKS),
+        *in_dtypes("f32", *_SHORT, *_MASKS),
+        *in_dtypes("bf16 f32", *map(_decoding, (1, 4, 16))),
+        *in_dtypes("f32", *_TRAINING, *_SHAPES),
+        *in_dtypes("bf16", *_TRAINING, *_SHAPES),
+        *in_dtypes("bf16 f32", *_LONG),
+        *in_dtypes("f16", *_SHORT[:2], *_MASKS[:2], *_TRAINING[:4], *_SHAPES[:2]),
     )

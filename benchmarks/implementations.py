@@ -141,7 +141,7 @@ class Implementation:
             kwargs["bias"] = jax.lax.stop_gradient(kwargs["bias"])
         if w.lengths is not None:
             lengths = jnp.asarray(w.real_keys(), jnp.int32)
-            kwargs |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+            kwargs |= {"key_value_seq_lengths": lengths} | ({"query_seq_lengths": lengths} if w.T == w.S else {})
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
         if w.soft_cap:

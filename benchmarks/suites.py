@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from benchmarks import hopper_workloads
+from benchmarks.cpu_gate_workloads import cpu_gate_workloads
 from benchmarks.cpu_workloads import cpu_workloads
 from benchmarks.float32_workloads import float32_workloads
 from benchmarks.gate_workloads import gate_workloads
@@ -26,6 +27,7 @@ class Suite:
 _CPU = ("jax.nn:xla", "pallas_fa:xla", "pallas_fa:reference")
 _GPU = ("jax.nn:cudnn", "jax.nn:xla", "tokamax:mosaic", "dew_flash_attn:fa3", "pallas_fa:mosaic_gpu", "pallas_fa:xla")
 _GATE = ("jax.nn:xla", "jax.nn:None", "jax.nn:cudnn", "einsum:xla", "pallas_fa:None")
+_CPU_GATE = ("jax.nn:xla", "einsum:xla", "pallas_fa:None")
 _FA3_AND_OURS = ("dew_flash_attn:fa3", "pallas_fa:mosaic_gpu")
 _WITHOUT = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+without")
 _GPU_BLOCKS = ("pallas_fa:mosaic_gpu", "pallas_fa:mosaic_gpu+blocks")
@@ -62,5 +64,6 @@ def suites() -> dict[str, Suite]:
             float32_workloads(), both, ("jax.nn:xla", "pallas_fa:mosaic_gpu", "pallas_fa:xla"), "jax.nn:xla"
         ),
         "nowhere-slower": Suite(gate_workloads(), both, _GATE, "jax.nn:xla", chained=True, gate=True),
+        "nowhere-slower-cpu": Suite(cpu_gate_workloads(), both, _CPU_GATE, "jax.nn:xla", gate=True),
         "hopper-head-dims": Suite(tuple(hopper_workloads.head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),
     }

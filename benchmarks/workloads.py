@@ -36,7 +36,7 @@ class Workload:
     documents: int | None = None  # length of the packed documents, told apart by segment ids
     pattern: str | None = None  # one of `patterns.PATTERNS`
     dense_mask: bool = False  # causal and window are given as a bool array [1, 1, T, S]
-    lengths: float | None = None  # T = S; up to this share of each sequence is padding, by sequence lengths
+    lengths: float | None = None  # up to this share of each sequence is padding, by lengths; of the keys where T != S
     padding: float | None = None  # a [B, 1, 1, S] mask; up to this share of the keys is padding (0: a mask of True)
     soft_cap: float | None = None
     sinks: bool = False  # one for each query head, with gradient
@@ -83,7 +83,7 @@ class Workload:
             lo, hi = np.maximum(lo, first), np.minimum(hi, first + self.documents)
         if self.padding is not None or self.lengths is not None:
             hi = np.minimum(hi, self.real_keys()[:, None])
-        if self.lengths is not None:
+        if self.lengths is not None and self.T == self.S:
             hi = np.where(t < self.real_keys()[:, None], hi, 0)
         return lo, hi
 

@@ -35,9 +35,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """xla works in chunks of 64 x 64, so that small cases have several, the last ones overlapping."""
-    from pallas_fa.backends.xla import chunks
+    from pallas_fa.backends.xla import chunks, plan
 
     monkeypatch.setattr(chunks, "_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(plan, "all_at_once", lambda problem, *, backward=False: False)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def of_table(only: Callable[[Case], bool] = lambda case: True) -> list[Any]:
 
 # Of the parameters of these tests, `make test` runs so many, evenly spaced; none where it is 0. The others are full.
 THINNED = {
+    "test_all_at_once.py::test_table": 8,
     "test_backward_kernel.py::test_a_large_negative_bias_is_a_mask": 1,
     "test_backward_kernel.py::test_by_tile_only_where_sections_fill_the_gpu_once": 0,
     "test_backward_kernel.py::test_every_config_lowers": 2,

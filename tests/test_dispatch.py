@@ -175,7 +175,9 @@ def test_explain_says_what_runs_on_a_machine_without_a_gpu(monkeypatch):
     said = lines(*inputs("bfloat16", H=64))
     few_queries = "; few queries by mma.sync; the 2 query heads of a key head share a tile"
     assert said["mosaic_gpu"] == "runs this call where it is lowered for a CUDA GPU" + few_queries
-    assert said["xla"] == f"runs this call on this machine's {jax.default_backend()}"
+    here, memory = said["xla"].split("; ")
+    assert here == f"runs this call on this machine's {jax.default_backend()}"
+    assert memory.startswith("logits of ") and "MiB" in memory
 
 
 @pytest.mark.parametrize("T, left", [(1, True), (4, True), (5, False)])
@@ -247,7 +249,8 @@ def test_explain_agrees_with_choose():
 def test_xla_lowers_for_every_platform_from_any_machine(platform):
     attend = jax.jit(functools.partial(pallas_fa.dot_product_attention, is_causal=True, implementation="xla"))
     gradient = jax.jit(jax.grad(lambda *x: attend(*x).sum()))
-    assert "while" in gradient.trace(*inputs()).lower(lowering_platforms=(platform,)).as_text()
+    lowered = gradient.trace(*inputs()).lower(lowering_platforms=(platform,)).as_text()
+    assert "dot_general" in lowered and "custom_call" not in lowered
 
 
 def test_the_default_exports():

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import gate, measure, rows, run
+from benchmarks.cpu_gate_workloads import cpu_gate_workloads
 from benchmarks.gate_workloads import gate_workloads
 from benchmarks.implementations import parse
 from benchmarks.suites import suites
+from pallas_fa.backends import choice
 
 
 def test_the_calls_are_those_that_users_write():
@@ -39,6 +41,42 @@ def test_the_calls_are_those_that_users_write():
             kinds[kind] |= {w.dtype} if there else set()
     assert all(found >= {"bfloat16", "float32"} for found in kinds.values()), kinds
     assert {w.dtype for w in gate_workloads()} == {"bfloat16", "float16", "float32"}
+
+
+def test_the_calls_of_a_cpu_are_those_that_users_write():
+    """Some forty, with every kind of call in float32."""
+    workloads = cpu_gate_workloads()
+    assert len({w.name for w in workloads}) == len(workloads) >= 40
+    assert {w.dtype for w in workloads} == {"bfloat16", "float32"}
+    w32 = [w for w in workloads if w.dtype == "float32"]
+    kinds = {
+        "short": any(w.T == w.S <= 128 for w in w32),
+        "decoding": any(w.T == 1 for w in w32),
+        "lengths of a cache": any(w.T == 1 and w.lengths is not None for w in w32),
+        "cross attention": any(w.T != w.S and w.gradient for w in w32),
+        "lengths": any(w.T == w.S and w.lengths is not None for w in w32),
+        "key mask": any(w.padding is not None for w in w32),
+        "grouped heads": any(w.K < w.N and w.gradient for w in w32),
+        "dense mask": any(w.dense_mask for w in w32),
+        "bias": any(w.bias and w.learned for w in w32) and any(w.bias and not w.learned for w in w32),
+        "long": any(w.S >= gate.LONG and w.gradient for w in w32),
+    }
+    assert all(kinds.values()), kinds
+
+
+def test_what_runs_is_what_runs_on_this_machine(monkeypatch):
+    monkeypatch.setattr(choice, "cuda_devices", list)
+    w = next(w for w in cpu_gate_workloads() if w.name == "bert-128-f32")
+    assert gate.runs(parse("pallas_fa:None"), w) == "xla"
+
+
+def test_padding_of_keys_alone_leaves_queries_as_they_are():
+    """A cache of which a part is filled."""
+    w = next(w for w in cpu_gate_workloads() if w.name == "decode-1024-lengths-f32")
+    arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in w.shapes().items()}
+    keywords = parse("pallas_fa:None").keywords(w, arrays, {})
+    assert "query_seq_lengths" not in keywords and keywords["key_value_seq_lengths"].shape == (w.B,)
+    assert w.pairs() == keywords["key_value_seq_lengths"].sum()
 
 
 def test_jax_nn_chooses_xla_by_itself():

@@ -104,7 +104,8 @@ def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str
         elif reason is not None:
             verdict = f"cannot: {reason}"
         elif backend == second and chosen is not None and not _runs_here(chosen):
-            verdict = f"runs this call on this machine's {jax.default_backend()}"
+            here = f"runs this call on this machine's {jax.default_backend()}"
+            verdict = "; ".join(filter(None, (here, backend.memory(problem))))
         elif backend in named:
             verdict = "could; comes later in the order"
         else:

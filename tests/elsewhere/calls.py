@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper.backward import backward as hopper_backward
+from pallas_fa.backends.hopper.backward.choose import choose as hopper_choose_backward
+from pallas_fa.backends.hopper.backward.plan import passes as hopper_passes
 from pallas_fa.backends.hopper.backward.table import BackwardFacts as HopperBackwardFacts
 from pallas_fa.backends.hopper.backward.table import backward_configs as hopper_backward_configs
 from pallas_fa.backends.hopper.config import Config as HopperConfig
@@ -64,6 +67,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
             yield from _mma_decode(gpu, head_dim, in_pages=causal)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
+            if head_dim in (64, 128):
+                yield from _hopper_dropout(gpu, head_dim, causal)
             if causal and head_dim in (64, 128):
                 yield from _hopper_windows(gpu, head_dim)
 
@@ -169,6 +174,29 @@ def _hopper(gpu, head_dim, causal):
         if hopper_backward.why_no_backward(problem, gpu) is None:
             run = functools.partial(_hopper_backward, problem, gpu)
             yield Call("hopper backward", head_dim, tiles, causal, run, (x, x, x, x, row, x, row))
+
+
+def _hopper_dropout(gpu, head_dim, causal):
+    x, row = _arrays(head_dim)
+    dropped = functools.partial(_with_dropout, causal)
+    found = []
+    jax.eval_shape(lambda *qkv: found.extend(dropped(*qkv)), x, x, x)
+    problem = found[0]
+    tiles = hopper_choose_forward(problem, gpu).config
+    run = lambda *qkv: hopper_forward.forward(*dropped(*qkv), gpu)
+    yield Call("hopper forward, dropout", head_dim, tiles, causal, run, (x, x, x))
+    (kind,) = hopper_passes(problem)
+    tiles = hopper_choose_backward(problem, kind, gpu).config
+
+    def pull_back(q, k, v, out, lse, d_out, d_lse):
+        problem, operands = dropped(q, k, v)
+        return hopper_backward.backward(problem, Residuals(operands, out, lse), d_out, d_lse, gpu)
+
+    yield Call("hopper backward, dropout", head_dim, tiles, causal, pull_back, (x, x, x, x, row, x, row))
+
+
+def _with_dropout(causal, q, k, v):
+    return normalise(q, k, v, is_causal=causal, dropout_rate=0.1, dropout_key=np.array([0, 1], np.uint32))
 
 
 def _hopper_windows(gpu, head_dim):

@@ -33,6 +33,7 @@ def compiled(call: Call, device: Any, folder: pathlib.Path) -> list[dict[str, An
             {
                 "architecture": re.search(r"for '(\w+)'", text)[1],  # type: ignore[index]
                 "registers": number(r"Used (\d+) registers", text),
+                "serialised": "C7512" in text,  # the matmuls of wgmma wait for each other: too few registers
                 "spilled": number(r"(\d+) bytes spill stores", text),
                 "shared_memory": number(r"smem_scratch_bytes=(\d+)", resources),
                 "compile_s": round(seconds, 2),  # of the call, which mostly has one kernel

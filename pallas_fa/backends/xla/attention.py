@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.backends.xla import chunks, plan, rows
+from pallas_fa.backends.xla import all_at_once, chunks, plan, rows
 from pallas_fa.backends.xla.cotangents import Cotangents
 from pallas_fa.backends.xla.matmuls import (
     cut_keys,
@@ -42,6 +42,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         return start  # every row is empty; a chunk of size 0 would divide by 0
     if (queries := plan.whole_rows(problem)) is not None:
         return rows.forward(problem, operands, queries)
+    if plan.all_at_once(problem):
+        return all_at_once.forward(problem, operands)
     lengths = lengths_of(mask)
     q = without_padding(problem, operands.q, lengths.q_lengths)
     queries, keys = chunks.split_axes(problem)
@@ -89,6 +91,8 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
         return *map(jnp.zeros_like, (operands.q, operands.k, operands.v, *float_arrays(operands.score))), *d_sinks
     if (queries := plan.whole_rows(problem)) is not None:
         return rows.backward(problem, residuals, d_out, d_lse, queries)
+    if plan.all_at_once(problem, backward=True):
+        return all_at_once.backward(problem, residuals, d_out, d_lse)
     score, mask = operands.score, operands.mask
     arrays, acc_dtype = float_arrays(score), problem.acc_dtype
     d_out, delta, d_sinks = Cotangents.of(problem, residuals, d_out, d_lse)

@@ -10,8 +10,15 @@ not all of them, a chunk holds
   logits for each key, head and batch entry, in proportion to the inputs.
 
 The backward holds up to three such arrays, in the inputs' dtype. With all rows at once, XLA may keep logits and
-probabilities from the forward to the backward of a program, as it does those of `jax.nn`. On other platforms, and for
-symbolic lengths, block masks and keys in pages, chunks of queries and keys (`chunks.split_axes`).
+probabilities from the forward to the backward of a program, as it does those of `jax.nn`.
+
+On CPUs, all logits at once where they are few, since chunks cost more calls of smaller matmuls: up to 2**18 for each batch
+entry and head, half as many in the backward, and four times as many where neither mask, score but a bias, nor dropout is in
+the call, for XLA then fuses the softmax with the matmuls. In all, at most 256 MiB, or as many as one chunk would hold. A
+call with 64 times as many keys as queries takes chunks, which copy no keys. The backward holds up to three such arrays.
+
+All other calls, those with symbolic lengths, block masks and keys in pages, and those on other platforms take chunks of
+queries and keys (`chunks.split_axes`).
 
 The platform is that of `jax.default_backend()` while the program is traced. On another one it is as right, but slower.
 """
@@ -27,12 +34,16 @@ from pallas_fa.scores.base import free
 _LOGITS_AT_ONCE = 2**30  # bytes
 _SHORT, _FEW = 2048, 128  # positions
 _FEWEST_CHUNKS = 8
+# On CPUs. Decision record: xla/all-at-once-on-cpus.
+_FEW_LOGITS = 2**18  # of one batch entry and head
+_FEW_BYTES = 2**28
+_MANY_KEYS = 64  # times as many as queries
 
 
 def whole_rows(problem: Problem) -> Chunks | None:
     """Returns the query heads or the queries in chunks, whose rows are computed whole; None where keys are chunked, too."""
-    dims, mask = problem.dims, problem.mask
-    if not _on_gpu() or dims.has_symbolic_length or problem.pages or (mask is not None and mask.has_blocks):
+    dims = problem.dims
+    if not _on_gpu() or _needs_chunks_of_keys(problem):
         return None
     count = -(-_bytes(problem, dims.T * dims.S) // _LOGITS_AT_ONCE)
     if max(dims.T, dims.S) > _SHORT and min(dims.T, dims.S) > _FEW:
@@ -43,6 +54,25 @@ def whole_rows(problem: Problem) -> Chunks | None:
     if count > 1:
         count = max(count, _FEWEST_CHUNKS)  # so that a mask rules out keys for some
     return Chunks(2, dims.T, even_chunk(dims.T, max(-(-dims.T // count), _FEW)))
+
+
+def all_at_once(problem: Problem, *, backward: bool = False) -> bool:
+    """Returns whether all logits are computed at once on a CPU."""
+    dims = problem.dims
+    if jax.default_backend() != "cpu" or _needs_chunks_of_keys(problem) or dims.S >= _MANY_KEYS * dims.T:
+        return False
+    if backward and problem.part_of_keys:
+        return False  # whose probabilities are those of more keys
+    if all(axis.is_whole for axis in split_axes(problem)):
+        return True
+    most = _FEW_LOGITS // 2 if backward else _FEW_LOGITS
+    most = 4 * most if problem.mask is None and _same_everywhere(problem) else most
+    return dims.T * dims.S <= most and _bytes(problem, dims.T * dims.S) <= _FEW_BYTES
+
+
+def _needs_chunks_of_keys(problem):
+    mask = problem.mask
+    return problem.dims.has_symbolic_length or problem.pages is not None or (mask is not None and mask.has_blocks)
 
 
 def _same_everywhere(problem):
@@ -59,15 +89,23 @@ def memory(problem: Problem) -> str | None:
     dims = problem.dims
     if dims.has_symbolic_length or 0 in (dims.B, dims.T, dims.N, dims.S):
         return None
-    rows, keys = whole_rows(problem), Chunks(3, dims.S, dims.S)
+    rows = whole_rows(problem)
     if rows is not None and rows.axis == 1:
         size = _bytes(problem, dims.T * dims.S) // rows.count / 2**20
         return (
             f"logits of {dims.T} queries by {dims.S} keys at a time, for {rows.chunk} of {dims.N} heads, {size:.3g} MiB"
         )
-    queries, keys = (rows, keys) if rows else split_axes(problem)
-    size = _bytes(problem, queries.chunk * keys.chunk) / 2**20
-    return f"logits of {queries.chunk} queries by {keys.chunk} keys at a time, {size:.3g} MiB"
+    if rows is not None:
+        return f"logits of {_words(problem, rows.chunk, dims.S)}"
+    forward, backward = (
+        _words(problem, *((dims.T, dims.S) if at_once else (axis.chunk for axis in split_axes(problem))))
+        for at_once in (all_at_once(problem), all_at_once(problem, backward=True))
+    )
+    return f"logits of {forward}" + ("" if backward == forward else f", in the backward {backward}")
+
+
+def _words(problem, queries, keys):
+    return f"{queries} queries by {keys} keys at a time, {_bytes(problem, queries * keys) / 2**20:.3g} MiB"
 
 
 def _bytes(problem, logits):

@@ -177,13 +177,11 @@ TILES = Table(
         )
     ),
     Row(
-        Choice(_NARROW_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS),
+        Choice(_NARROW_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS, persistent=True),
         "library/dropout-by-philox",
         **_H64,
         gives=_FUSED,
-        masked=False,
         dropout=True,
-        length=at_least(1024),
     ),
     Row(Choice(_WIDE_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS, persistent=True), **_H64, gives=_FUSED),
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
