@@ -5,11 +5,12 @@
   `ragged_paged_attention(...)`, with the signature of JAX's TPU kernel, of sequences with any number of queries each.
 - `mla_decode_attention(query, cache, ...)`: latent attention (MLA) with absorbed weights, keys and values in one array.
 - `explain(query, key, value, ...)`: which implementation would run these arguments, and why the others would not.
-- `mla.explain`: the same of `mla_decode_attention`.
+- `mla.explain`, `cache.explain`: the same of `mla_decode_attention` and of `paged_attention`.
 - `masks`, `scores`: who attends to whom, and what happens to the logits; compose them, or write your own.
 - `cache`: caches of keys and values for decoding, contiguous and paged.
 - `context_parallel`: attention to sequences sharded over devices, inside `jax.shard_map`.
 - `nn`: `attention_fn` and modules for Flax linen and Flax nnx; needs Flax.
+- `mosaic_gpu.config`: tiles of the kernels, for `config=`.
 """
 
 import importlib

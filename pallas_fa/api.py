@@ -62,7 +62,8 @@ def dot_product_attention(
     """Attention: softmax(scores(scale * query key^T), masked) value, in O(T) memory.
 
     The signature of `jax.nn.dot_product_attention`, and more. The order is: scale, `bias`, `logits_soft_cap`, `score`,
-    then masks, then `sinks`, then the softmax in float32 (float64 for float64).
+    then masks, then `sinks`, then the softmax in float32 (float64 for float64). The algorithm is FlashAttention-2 (Dao,
+    arXiv 2307.08691), in the kernels for Hopper FlashAttention-3 (Shah et al., arXiv 2407.08608).
 
     Shapes: B batch (any number of dims, none included), T query length, S key length, N query heads, K key/value heads
     (N % K == 0; query head n reads key head n // (N // K)), H head dim of query and key, Hv head dim of value.
@@ -83,7 +84,7 @@ def dot_product_attention(
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right only; None is
         no bound on that side. Each may be an int array, traced as under a scan over layers: a scalar, [*B], or
         [*B, N, 1, 1] for a window per head.
-      logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap).
+      logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap). The kernels' tanh has a relative error of some 2^-11.
       query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither. Ids that JAX
         would wrap around (64 bits without `jax_enable_x64`) raise where their values are known.
       key_value_segment_ids: int [*B, S].
@@ -105,10 +106,10 @@ def dot_product_attention(
       broadcast_dropout: True drops the same (t, s) in all batch entries and query heads.
       implementation: 'mosaic_gpu' (the kernels for this NVIDIA GPU), 'mma' (those for GPUs before and after Hopper, on any),
         'xla' (any platform), 'reference' (dense, for tests; always differentiates forward-mode), a tuple of names to try in
-        order, or None: the fastest that can do the call.
+        order, or None: what is fastest on this platform, as `explain` says.
       layout: "BTNH", or "BNTH" where query is [*B, N, T, H], key [*B, K, S, H] and value [*B, K, S, Hv], as in PyTorch; the
         output is [*B, N, T, Hv] then. lse, bias and masks do not change, and the kernels copy nothing for it.
-      config: tiles of the kernels, for tuning; None for the library's tables.
+      config: tiles of the kernels, for tuning, a `pallas_fa.mosaic_gpu.config.Config`; None for the library's tables.
       return_residual: also return the log-sum-exp of the masked logits.
 
     Returns:
@@ -128,7 +129,8 @@ def dot_product_attention(
 def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
     """Which implementation `dot_product_attention` would run for these arguments, and why the others would not.
 
-    Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
+    Takes the same arguments, and raises the same errors for wrong ones; arrays may be `jax.ShapeDtypeStruct`. Nothing is
+    computed. Returns a line for each implementation.
     """
     as_flag("return_residual", return_residual)
     return explain_normalised(normalise, implementation, *args, **kwargs)

@@ -115,15 +115,39 @@ print(" ".join(sorted(set(sys.modules) - before)))
 
 
 def test_import_is_fast_and_lazy():
-    """Less than 0.3 s beyond `import jax`; neither Pallas nor Flax comes along."""
+    """Less than 0.3 s beyond `import jax`; neither the kernels' part of Pallas nor Flax comes along."""
     runs = [
         subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=True).stdout.splitlines()
         for _ in range(3)
     ]
     modules = runs[0][1].split()
-    heavy = [name for name in modules if name.startswith(("jax.experimental.pallas", "jax._src.pallas", "flax"))]
+    late = "jax.experimental.pallas", "jax.experimental.mosaic", "flax"
+    heavy = [name for name in modules if name.startswith(late)]
     assert not heavy, f"imported with pallas_fa: {heavy}"
     assert statistics.median(float(run[0]) for run in runs) < 0.3
+
+
+_TWO_CALLS = """
+import jax
+import pallas_fa
+traced = []
+
+@jax.jit
+def attend(q):
+    traced.append(q.shape)
+    return pallas_fa.dot_product_attention(q, q, q)
+
+x = jax.numpy.ones((1, 32, 2, 8))
+attend(x), attend(x)
+print(len(traced))
+"""
+
+
+@pytest.mark.smoke
+def test_the_first_call_is_traced_once():
+    """From JAX 0.12 on, `jax.jit` traces anew once a part of Pallas is imported: the first call must not be what does so."""
+    run = subprocess.run([sys.executable, "-c", _TWO_CALLS], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1"]
 
 
 _CALLS = {

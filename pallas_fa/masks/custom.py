@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask, remedy_for
-from pallas_fa.operands import custom, intervals, offsets
+from pallas_fa.operands import closure, custom, elementwise, intervals, offsets
 from pallas_fa.operands.part import AtGlobalIndices, at_positions
 
 
@@ -50,8 +50,6 @@ class Custom(Mask):
         object.__setattr__(self, "align", align)
 
     def bind(self, dims, lengths):
-        from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
-
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=False)
         if dtype != jnp.bool_:
@@ -65,8 +63,6 @@ class Custom(Mask):
         return Custom(fn, *start, *arrays, *closed_over, ranges=ranges)
 
     def counted_from_start(self, dims):
-        from pallas_fa.operands import elementwise
-
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         alone = self.align == "top_left" and elementwise.uses_queries(self.fn, arrays, of_logit=False)
         if alone or self.ranges is None:

@@ -13,7 +13,7 @@ from pallas_fa.scores.base import Score, float_array
 
 @dataclasses.dataclass(frozen=True)
 class Alibi(Score):
-    """Subtracts slope * |t + offset - s|.
+    """Subtracts slope * |t + offset - s| (ALiBi, Press et al., arXiv 2108.12409).
 
     Attributes:
       slopes: float, [N] or [*B, N].

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands import custom, offsets
+from pallas_fa.operands import closure, custom, elementwise, offsets
 from pallas_fa.operands.part import AtGlobalIndices, at_positions
 from pallas_fa.scores.base import Score
 
@@ -40,8 +40,6 @@ class Custom(Score):
         object.__setattr__(self, "align", align)
 
     def bind(self, dims, lengths):
-        from pallas_fa.operands import closure, elementwise  # jax.extend imports Pallas: `import pallas_fa` stays fast
-
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=True)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -54,8 +52,6 @@ class Custom(Score):
         return Custom(fn, *start, *arrays, *closed_over)
 
     def counted_from_start(self, dims):
-        from pallas_fa.operands import elementwise
-
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         alone = self.align == "top_left" and elementwise.uses_queries(self.fn, arrays, of_logit=True)
         return "Custom" if alone else None
