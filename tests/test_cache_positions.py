@@ -163,4 +163,5 @@ def test_blocks_of_queries_and_rows():
     cache = contiguous().append(normal(B, 6, K, H), normal(B, 6, K, 2 * H))
     blocks = np.array([[[True, False, True]]])
     out = cache.attend(q := normal(B, 2, N, H), masks.BlockMask(blocks, (2, 4)))
-    np.testing.assert_array_equal(out, cache.attend(q, jnp.asarray(np.repeat(blocks, 4, axis=-1))[None]))
+    same = cache.attend(q, jnp.asarray(np.repeat(blocks, 4, axis=-1))[None])
+    np.testing.assert_allclose(out, same, atol=1e-6)  # blocks take chunks of keys; an array of so few takes all at once
