@@ -167,11 +167,14 @@ def errors(case: Case, implementation: str, gradients: bool, **options: Any) -> 
             found.append(_error(case, implementation, name, x, base.get(name), want))
     if in_parts:  # one number, such as the gradient of a scale, may be what is left of large ones
         capped = lambda x: x.size >= FEW and x.dtype == np.float32
-        most = lambda error: IN_PARTS if capped(got[error.result]) else np.inf
-        found = [dataclasses.replace(error, max_limit=min(error.max_limit, most(error))) for error in found]
-        if np.sum(inputs.allowed, axis=-1).max(initial=0) == 1:
-            left_over = lambda error: error.result in ("query", "key")
-            found = [dataclasses.replace(e, max_limit=IN_PARTS) if left_over(e) else e for e in found]
+        one_key = np.sum(inputs.allowed, axis=-1).max(initial=0) == 1
+
+        def limit(error):
+            if one_key and error.result in ("query", "key"):
+                return IN_PARTS
+            return min(error.max_limit, IN_PARTS) if capped(got[error.result]) else error.max_limit
+
+        found = [dataclasses.replace(error, max_limit=limit(error)) for error in found]
     return found
 
 

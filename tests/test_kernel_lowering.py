@@ -79,9 +79,13 @@ def test_kernels_lower_with_64_bit_types(mask, score):
 
 
 def test_the_default_runs_on_a_cpu_with_64_bit_types():
-    with jax.enable_x64(True):
+    def attend():
         x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
-        out = jax.jit(lambda x: pallas_fa.dot_product_attention(x, x, x, is_causal=True))(x)
+        return jax.jit(lambda x: pallas_fa.dot_product_attention(x, x, x, is_causal=True))(x)
+
+    with jax.enable_x64(True):
+        out = attend()
+    np.testing.assert_array_equal(out, attend())
     # Probabilities, such as 1/61, are rounded to bfloat16 where all logits are computed at once.
     np.testing.assert_allclose(np.asarray(out, np.float32), 1, atol=float(jnp.finfo(jnp.bfloat16).eps) / 2)
     assert out.dtype == jnp.bfloat16

@@ -75,9 +75,11 @@ def test_in_chunks_of_heads(case, check):
     check(case, "xla", gradients=True)
 
 
-@pytest.mark.usefixtures("as_on_gpu")
-def test_a_ring_takes_probabilities_from_the_log_sum_exp_of_all_keys():
+@pytest.mark.parametrize("form", ["whole rows", "all at once"])
+def test_a_ring_takes_probabilities_from_the_log_sum_exp_of_all_keys(form, request):
     """Those of a hop's keys alone would be too large in its backward."""
+    if form == "whole rows":
+        request.getfixturevalue("as_on_gpu")
     mesh = jax.make_mesh((2,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
     q, k, v, d_out = jax.random.normal(jax.random.key(0), (4, 1, 32, 2, 8))
     in_a_ring = functools.partial(ring_attention, axis_name="context", placement="contiguous", implementation="xla")

@@ -69,8 +69,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
             yield from _hopper(gpu, head_dim, causal)
             if head_dim in (64, 128):
                 yield from _hopper_dropout(gpu, head_dim, causal)
-            if causal and head_dim in (64, 128):
-                yield from _hopper_windows(gpu, head_dim)
+                if causal:
+                    yield from _hopper_windows(gpu, head_dim)
 
 
 def _arrays(head_dim):
@@ -80,8 +80,13 @@ def _arrays(head_dim):
 
 def _problem(head_dim, causal, config=None):
     x, _ = _arrays(head_dim)
+    return _problem_of(lambda q: normalise(q, q, q, is_causal=causal, config=config), x)
+
+
+def _problem_of(normalised, *shapes):
+    """The problem in what `normalised` returns of arrays of these shapes."""
     found = []
-    jax.eval_shape(lambda q: found.append(normalise(q, q, q, is_causal=causal, config=config)[0]), x)
+    jax.eval_shape(lambda *arrays: found.extend(normalised(*arrays)), *shapes)
     return found[0]
 
 
@@ -179,9 +184,7 @@ def _hopper(gpu, head_dim, causal):
 def _hopper_dropout(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     dropped = functools.partial(_with_dropout, causal)
-    found = []
-    jax.eval_shape(lambda *qkv: found.extend(dropped(*qkv)), x, x, x)
-    problem = found[0]
+    problem = _problem_of(dropped, x, x, x)
     tiles = hopper_choose_forward(problem, gpu).config
     run = lambda *qkv: hopper_forward.forward(*dropped(*qkv), gpu)
     yield Call("hopper forward, dropout", head_dim, tiles, causal, run, (x, x, x))
@@ -203,9 +206,7 @@ def _hopper_windows(gpu, head_dim):
     """Of short windows, whose tiles depend on how many query heads a key head has."""
     for group in (8, 4, 1):
         q, k = (jax.ShapeDtypeStruct((B, T, heads, head_dim), jnp.bfloat16) for heads in (N, N // group))
-        found = []
-        jax.eval_shape(lambda *args, found=found: found.extend(_in_window(*args)), q, k)
-        tiles = hopper_choose_forward(found[0], gpu).config
+        tiles = hopper_choose_forward(_problem_of(_in_window, q, k), gpu).config
         run = lambda q, k: hopper_forward.forward(*_in_window(q, k), gpu)
         yield Call("hopper forward, window", head_dim, tiles, True, run, (q, k))
 

@@ -20,10 +20,9 @@ class RowStatistics(NamedTuple):
 
 
 def row_sums(problem: Problem, x: Any, y: Any) -> Any:
-    """Returns rowsum(x * y) of arrays of the shape of out, float32 [B, T, N]."""
+    """Returns rowsum(x * y) of arrays of the shape of out, float32 [B, T, N] in the order of the problem's layout."""
     dims = "bthd" if problem.layout == "BTNH" else "bhtd"
-    sums = jnp.einsum(f"{dims},{dims}->{dims[:3]}", x, y, preferred_element_type=jnp.float32)
-    return sums if problem.layout == "BTNH" else jnp.swapaxes(sums, 1, 2)
+    return jnp.einsum(f"{dims},{dims}->{dims[:3]}", x, y, preferred_element_type=jnp.float32)
 
 
 def row_statistics(
@@ -31,12 +30,14 @@ def row_statistics(
 ) -> RowStatistics:
     """Returns lse * lse_factor, and -delta, where `lse_factor` < 0 and delta = products - d_lse.
 
-    `products`: rowsum(out * d_out), float32 [B, T, N], with the errors that dP = d_out V^T has: in a row with one key they
-    are to cancel. With dropout, delta is divided by its scale: dS, and with it all gradients, are scaled at their ends.
+    `products`: rowsum(out * d_out), in the order of `row_sums`, with the errors that dP = d_out V^T has: in a row with one
+    key they are to cancel. With dropout, delta is divided by its scale: dS, and with it all gradients, are scaled at their
+    ends.
     Both are float32 [B, N, T rounded up to a multiple of 128]. Rows without keys or a sink, padding, and rows past the
     end get -inf and 0. Their probabilities are then 0, and so are their gradients, whatever d_lse holds there.
     """
     operands, _, lse = residuals
+    products = products if problem.layout == "BTNH" else jnp.swapaxes(products, 1, 2)
     zero_padding = lambda x: tile.zero_padding(x[..., None], lengths_of(operands.mask).q_lengths)[..., 0]
     d_sinks = ()
     if operands.sinks is not None:

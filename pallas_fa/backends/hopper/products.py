@@ -112,10 +112,9 @@ def in_memory(problem: Problem, x: Any, layout: Layout) -> Any:
 
 
 def row_sums(problem: Problem, x: Any, y: Any) -> Any:
-    """Returns rowsum(x * y) as matmuls of `in_memory(x)` and `in_memory(y)` have it, float32 [B, T, N]."""
+    """Returns `row_statistics.row_sums` as matmuls of `in_memory(x)` and `in_memory(y)` have it."""
     parts = parts_of(problem)
     if parts == 1:
         return row_statistics.row_sums(problem, x, y)
     x, y = (tuple(part.astype(jnp.float32) for part in split(z, parts, _rounded_by_xla)) for z in (x, y))
-    sums = jnp.sum(sum((x[i] * y[j] for i, j in pairs(parts)), jnp.float32(0)), axis=-1)
-    return sums if problem.layout == "BTNH" else jnp.swapaxes(sums, 1, 2)
+    return jnp.sum(sum((x[i] * y[j] for i, j in pairs(parts)), jnp.float32(0)), axis=-1)

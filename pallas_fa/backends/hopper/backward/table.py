@@ -114,7 +114,6 @@ def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
     return (BackwardConfig(2, 128, l2_head_group=l2_head_group, store_warps=1),)
 
 
-_NARROW_FUSED = (BackwardConfig(2, 64, l2_head_group=32, store_warps=1),)
 # With less memory for tiles of arrays and their gradients (evidence: backward/bias-gradient).
 _WIDE_FUSED = (
     *_wide(32),
@@ -177,7 +176,7 @@ TILES = Table(
         )
     ),
     Row(
-        Choice(_NARROW_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS, persistent=True),
+        Choice((BackwardConfig(2, 64),), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True),
         "library/dropout-by-philox",
         **_H64,
         gives=_FUSED,
