@@ -12,7 +12,8 @@ from benchmarks import measure, row_file
 from benchmarks.implementations import Implementation, available, parse
 from benchmarks.rows import Row, read
 
-INTERRUPTED = 130  # the exit code that shells give a program that Ctrl-C ended
+# The exit codes that shells give a program that Ctrl-C ended, and one whose output nobody reads, as with `| head`.
+INTERRUPTED, NOBODY_READS = 130, 141
 
 
 def whole(text: str, least: int = 0) -> int:
@@ -140,6 +141,10 @@ def start(main: Callable[[], object]) -> None:
     code: int | str | None = 0
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = NOBODY_READS
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print, too
     except KeyboardInterrupt:
         code = INTERRUPTED
         print("\nInterrupted.", file=sys.stderr)

@@ -12,11 +12,11 @@ def attend(w: Workload, arrays: dict[str, Any]) -> Any:
     """The output [B, T, N, Hv] of a workload; NotImplementedError for what it lacks. Documents are packed sequences."""
     lacks = {
         "unequal head dims": w.H != w.Hv,
-        "a causal mask aligned to the first key": w.causal and w.T != w.S,
+        "causal mask aligned to the first key": w.causal and w.T != w.S,
         "patterns": w.pattern,
         "padding": w.padding is not None or w.lengths is not None,
         "masks as arrays": w.dense_mask,
-        "a soft cap": w.soft_cap,
+        "soft cap": w.soft_cap,
         "layouts": w.layout != "BTNH",
         "dropout": w.dropout,
         "biases": w.bias or w.relative,

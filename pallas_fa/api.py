@@ -126,14 +126,25 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
+@with_signature
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+    **arguments: Unpack[Arguments],
+) -> str:
     """Which implementation `dot_product_attention` would run for these arguments, and why the others would not.
 
     Takes the same arguments, and raises the same errors for wrong ones; arrays may be `jax.ShapeDtypeStruct`. Nothing is
     computed. Returns a line for each implementation.
     """
     as_flag("return_residual", return_residual)
-    return explain_normalised(normalise, implementation, *args, **kwargs)
+    return explain_normalised(normalise, implementation, query, key, value, bias, mask, **arguments)
 
 
 def explain_normalised(normalise: Callable[..., Any], implementation: Any, *args: Any, **kwargs: Any) -> str:

@@ -89,13 +89,24 @@ def mla_decode_attention(
     return (out, lse) if return_residual else out
 
 
-def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
+def explain(
+    query: Any,
+    cache: Any,
+    *,
+    scale: float,
+    value_dim: int = 512,
+    lengths: Any = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+) -> str:
     """Which implementation `mla_decode_attention` would run for these arguments, and why the others would not.
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
     as_flag("return_residual", return_residual)
-    return explain_normalised(_normalise, implementation, *args, **kwargs)
+    return explain_normalised(
+        _normalise, implementation, query, cache, scale=scale, value_dim=value_dim, lengths=lengths
+    )
 
 
 @with_automatic_axes

@@ -24,6 +24,7 @@ from pallas_fa.backends.mma import config as mma_config
 NAMES = tuple(get_type_hints(Arguments))
 FUNCTIONS = (
     pallas_fa.dot_product_attention,
+    pallas_fa.explain,
     context_parallel.ring_attention,
     context_parallel.all_to_all_attention,
     context_parallel.decode_attention,
@@ -43,6 +44,21 @@ def test_every_function_takes_all_arguments_with_the_same_defaults(function):
         else:
             assert ours[name].default == of_api[name].default, name
         assert ours[name].kind == of_api[name].kind, name
+
+
+@pytest.mark.parametrize(
+    "explain, function",
+    (
+        (pallas_fa.explain, pallas_fa.dot_product_attention),
+        (pallas_fa.cache.explain, pallas_fa.paged_attention),
+        (pallas_fa.mla.explain, pallas_fa.mla_decode_attention),
+    ),
+)
+def test_explain_has_the_signature_of_what_it_explains(explain, function):
+    default = lambda f: {name: (p.kind, p.default) for name, p in inspect.signature(f).parameters.items()}
+    assert default(explain) == default(function)
+    with pytest.raises(TypeError, match=r"^explain\(\) missing"):
+        explain()
 
 
 def test_each_argument_is_documented_once():

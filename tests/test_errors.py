@@ -474,6 +474,11 @@ BAD_CONSTRUCTION = {
     "array and a mask": (lambda: [True] & masks.Causal(), TypeError, ("Mask &", "list", "Dense(array)")),
     "or with an array": (lambda: operator.or_(masks.Causal(), jnp.ones(2, bool)), TypeError, ("Mask |", "Dense(array)")),
     "or with None": (lambda: None | masks.Causal(), TypeError, ("Mask |", "NoneType", "Dense(array)")),
+    "And of what is no mask": (lambda: masks.And((masks.Causal(), 1)), TypeError, ("Mask And int", "Dense(array)")),
+    "Or of an array": (lambda: masks.Or((np.ones((2, 2), bool), masks.Causal())), TypeError, ("Mask Or ndarray", "Dense(")),
+    "And of a class": (lambda: masks.And((masks.Causal,)), TypeError, ("Mask And the class Causal", "Causal(...)")),
+    "And of masks that are no tuple": (lambda: masks.And(masks.Causal()), TypeError, ("And: parts=Causal(", "And((a, b))")),
+    "Or of nothing": (lambda: masks.Or(()), TypeError, ("Or: parts=()", "one Mask or more", "Or((a, b))")),
     "soft cap": (lambda: scores.SoftCap(0), ValueError, ("cap=0", "positive", "Leave the soft cap out")),
     "soft cap below float32": (lambda: scores.SoftCap(1e-50), ValueError, ("cap=1e-50", "7.9e-31", "Leave the soft")),
     "soft cap past floats": (lambda: scores.SoftCap(10**400), ValueError, ("cap=1000", "1.3e+30", "float32")),
@@ -497,6 +502,8 @@ BAD_CONSTRUCTION = {
     ),
     "then of a class": (lambda: scores.SoftCap(1).then(scores.SoftCap), TypeError, ("class SoftCap", "Make one: SoftCap(")),
     "chain": (lambda: scores.Chain((scores.SoftCap(1), 3)), TypeError, ("Chain takes a Score", "int", "Custom(fn)")),
+    "chain of nothing": (lambda: scores.Chain(()), TypeError, ("Chain: parts=()", "one Score or more", "Chain((a, b))")),
+    "chain of a score": (lambda: scores.Chain(scores.SoftCap(1)), TypeError, ("Chain: parts=SoftCap(", "Chain((a, b))")),
     "then": (lambda: scores.SoftCap(1).then(jnp.tanh), TypeError, ("then", "Score", "scores.Custom(fn)")),
 }  # fmt: skip
 

@@ -508,6 +508,25 @@ def test_errors_of_linen_modules():
         call(x, inputs_v=x)
 
 
+def test_inputs_without_a_length_are_named():
+    x = normal(1, T, D)
+    layer = pallas_fa.nn.nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
+    linen = pallas_fa.nn.linen.MultiHeadDotProductAttention(N)
+    for call in (layer, lambda *inputs: linen.init_with_output(jax.random.key(0), *inputs)[0]):
+        with pytest.raises(
+            ValueError, match=r"inputs_q.shape=\(12,\) must be \[\*B, length, features\].*`inputs_q\[None\]`"
+        ):
+            call(jnp.ones(12))
+        with pytest.raises(ValueError, match=r"inputs_q.shape=\(\) must be .*expand_dims"):
+            call(jnp.ones(()))
+        with pytest.raises(ValueError, match=r"inputs_k.shape=\(12,\) must be .*`inputs_k\[None\]`"):
+            call(x, jnp.ones(12))
+        with pytest.raises(TypeError, match="inputs_v='x' is a str; it must be an array"):
+            call(x, x, "x")
+        assert call(x[0][None]).shape == (1, D)  # as the error says
+        assert_close(call(x.tolist()), call(x))
+
+
 def test_errors_of_the_function():
     q = normal(1, 2, T, N, H)
     with pytest.raises(ValueError, match="dropout_rng=None, but dropout is active"):

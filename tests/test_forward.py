@@ -51,6 +51,29 @@ def test_order_is_scale_bias_soft_cap_score_mask(implementation, rng):
 
 
 @every_implementation
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("T, S", ((16, 24), (1, 300), (1200, 1200)))  # at once, one query, in chunks
+def test_logits_may_be_as_large_as_float32_holds(T, S, is_causal, implementation, rng):
+    """The largest logit takes all, forward and backward, though its rounding error is more than exp can take."""
+    q, k, v = (rng.standard_normal((1, n, 2, 20)).astype(np.float32) for n in (T, S, S))
+    x = np.einsum("btnh,bsnh->bnts", q, k)
+    x = np.where(np.tril(np.ones((T, S), bool)), x, -np.inf) if is_causal else x
+    takes_all = np.eye(S)[x.argmax(-1)]  # [B, N, T, S]
+
+    @jax.jit
+    def attend(q, k, v):
+        fn = lambda *qkv: pallas_fa.dot_product_attention(*qkv, is_causal=is_causal, implementation=implementation)
+        out, pullback = jax.vjp(fn, q, k, v)
+        return out, *pullback(jnp.ones_like(out))
+
+    for size in (1e5, 1e15):
+        out, dq, dk, dv = attend(q * np.float32(size), k * np.float32(size), v)
+        np.testing.assert_allclose(out, np.einsum("bnts,bsnh->btnh", takes_all, v), rtol=1e-6)
+        np.testing.assert_allclose(dv, np.einsum("bnts,bsnh->bsnh", takes_all, np.ones_like(v)), rtol=1e-6)
+        assert max(jnp.abs(dq).max(), jnp.abs(dk).max()) < 1e-5 * size  # 0, but for the rounding of dP
+
+
+@every_implementation
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_lse_is_the_natural_logarithm_in_float32(implementation, dtype):
     q, v = jnp.zeros((1, 3, 2, 8), dtype), jnp.ones((1, 5, 2, 8), dtype)

@@ -1,6 +1,8 @@
 """A run puts its rows in the place of a file only where nothing is lost by it, and says what can't be run before it runs."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -230,3 +232,12 @@ def test_exit_codes(raised, code):
     with pytest.raises(SystemExit) as end:
         command.start(main)
     assert end.value.code == code
+
+
+def test_output_that_nobody_reads():
+    """As with `| head`: no traceback, also where all that is printed fits the buffer and fails at the end."""
+    for count in (1, 100_000):
+        code = f"from benchmarks import command; command.start(lambda: print('row\\n' * {count}))"
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b"" and process.wait() == 141

@@ -114,18 +114,31 @@ def paged_attention(
     return (out, lse) if return_residual else out
 
 
-def explain(*args: Any, implementation: Any = None, return_residual: bool = False, **kwargs: Any) -> str:
+@with_signature
+def explain(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    page_table: Any,
+    lengths: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    page_layout: PageLayout = "PSKH",
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+    **arguments: Unpack[Arguments],
+) -> str:
     """Which implementation `paged_attention` would run for these arguments, and why the others would not.
 
     Takes the same arguments; arrays may be `jax.ShapeDtypeStruct`. Nothing is computed.
     """
     as_flag("return_residual", return_residual)
-    return explain_normalised(_normalise, implementation, *args, **kwargs)
+    pages = query, key_pages, value_pages, page_table, lengths, bias, mask
+    return explain_normalised(_normalise, implementation, *pages, page_layout=page_layout, **arguments)
 
 
-def _normalise(
-    query, key_pages, value_pages, page_table, lengths, bias=None, mask=None, *, page_layout="PSKH", **arguments
-):
+def _normalise(query, key_pages, value_pages, page_table, lengths, bias, mask, *, page_layout, **arguments):
     key, value, given = _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments)
     return normalise(query, key, value, bias, mask, **given)
 

@@ -41,7 +41,10 @@ Tiles = tuple[np.ndarray, np.ndarray]  # starts and ends of the tiles of a seque
 
 
 class Mask(Node):
-    """A rule that says whether query t of head n in batch entry b may attend to key s. Compose with `&` and `|`."""
+    """A rule that says whether query t of head n in batch entry b may attend to key s. Compose with `&` and `|`.
+
+    The methods are what implementations ask of a mask; who passes one to a call needs none of them.
+    """
 
     # Simplifies a conjunction of bound masks, joining those of this kind; None where that is impossible.
     join: ClassVar[Callable[[list["Mask"]], list["Mask"]] | None] = None
@@ -164,6 +167,15 @@ class _Composed(Mask):
     """What `And` and `Or` have in common."""
 
     parts: tuple[Mask, ...]
+
+    def __post_init__(self):
+        name = type(self).__name__
+        if not isinstance(self.parts, (tuple, list)) or not self.parts:
+            raise TypeError(
+                f"{name}: parts={self.parts!r} must be a tuple of one Mask or more. Pass {name}((a, b)), or compose by"
+                " `&` and `|`."
+            )
+        object.__setattr__(self, "parts", tuple(_checked_mask(part, name) for part in self.parts))
 
     @property
     def scalar_ranges(self) -> bool:

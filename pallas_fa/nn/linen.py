@@ -14,6 +14,7 @@ from flax import linen as nn
 from jax import lax
 
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
+from pallas_fa.nn.module_inputs import module_inputs
 from pallas_fa.nn.module_mask import module_mask
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.pytree import as_count, as_flag
@@ -71,7 +72,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
           key_value_segment_ids: int [*B, S]. With a cache, S is its length.
         """
-        query, key, value = self._project(inputs_q, *_key_value_inputs(inputs_q, inputs_k, inputs_v, inputs_kv))
+        inputs_k, inputs_v = _key_value_inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
+        inputs_q, inputs_k, inputs_v = module_inputs(inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v)
+        query, key, value = self._project(inputs_q, inputs_k, inputs_v)
         cache_index = None
         if self.decode:
             key, value, cache_index = self._cached(query, key, value)

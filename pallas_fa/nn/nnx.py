@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from pallas_fa.nn.attention_fn import attention_fn as pallas_attention_fn
+from pallas_fa.nn.module_inputs import module_inputs
 from pallas_fa.nn.module_mask import module_mask
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.pytree import as_flag
@@ -87,6 +88,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither.
           key_value_segment_ids: int [*B, S]. With a cache, S is its length.
         """
+        inputs_q, inputs_k, inputs_v = module_inputs(inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v)
         is_causal = self.is_causal if is_causal is None else as_flag("is_causal", is_causal)
         decode = self.decode if decode is None else decode
         S, cache_index = (inputs_q if inputs_k is None else inputs_k).shape[-2], None

@@ -19,7 +19,10 @@ from pallas_fa.operands.pytree import Node, is_array, is_float
 
 
 class Score(Node):
-    """A function of one scaled logit and its position. Compose with `then`: `SoftCap(50.0).then(Alibi(slopes))`."""
+    """A function of one scaled logit and its position. Compose with `then`: `SoftCap(50.0).then(Alibi(slopes))`.
+
+    The other methods are what implementations ask of a score; who passes one to a call needs none of them.
+    """
 
     def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
         """Returns the new logits; `x` and float arrays are float32 (float64 for float64 inputs).
@@ -86,6 +89,10 @@ class Chain(Score):
     parts: tuple[Score, ...]
 
     def __post_init__(self):
+        if not isinstance(self.parts, (tuple, list)) or not self.parts:
+            raise TypeError(
+                f"Chain: parts={self.parts!r} must be a tuple of one Score or more. Pass Chain((a, b)), or write a.then(b)."
+            )
         object.__setattr__(self, "parts", tuple(_checked(part, "Chain") for part in self.parts))
 
     def bind(self, dims: Dims, lengths: Any) -> "Chain":

@@ -1,6 +1,10 @@
 """The maths between the two matmuls, for one tile of logits, in plain jnp.
 
 Logits are [..., t, s] and row statistics [..., t], with any leading dims. An empty row is a query that attends to nothing.
+
+Where a maximum is subtracted from x, x is first bounded by it, which changes no value. Without that, XLA on a CPU computes x
+once more inside the subtraction, with one rounding less (a fused multiply-add of the scale), and the exponential of the
+difference overflows where logits are large.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +59,8 @@ def softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
     top = lax.stop_gradient(top if sinks is None else jnp.maximum(top, sinks.astype(x.dtype)))
     finite_top = jnp.where(top == -jnp.inf, 0, top)
-    p = jnp.exp(x - finite_top)
+    # Not `minimum`, of whose derivative the largest logit would get half.
+    p = jnp.exp(jnp.where(x > finite_top, finite_top, x) - finite_top)
     total = jnp.sum(p, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks.astype(x.dtype) - finite_top)
@@ -89,12 +94,13 @@ def fusible_softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
     """Returns what `softmax` does, without derivatives, in a form that XLA fuses with a matmul on a CPU.
 
     A test for empty rows would use each reduction once more. Instead, logits and sums are kept away from -inf and 0, which
-    changes no other row. Between the maximum and its use there is nothing: there, even one operation divides the fusion.
+    changes no other row. Between the maximum and its use there is nothing: there, even one operation divides the fusion; so
+    would a selection in the place of `minimum`.
     """
     lowest, tiny = (np.asarray(a, x.dtype) for a in (jnp.finfo(x.dtype).min, jnp.finfo(x.dtype).tiny))
     top = jnp.max(jnp.maximum(x, lowest), axis=-1, keepdims=True)
     top = top if sinks is None else jnp.maximum(top, sinks.astype(x.dtype))
-    p = jnp.exp(x - top)
+    p = jnp.exp(jnp.minimum(x, top) - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks.astype(x.dtype) - top)
     return p / jnp.maximum(total, tiny), (top + jnp.log(total))[..., 0]
@@ -119,7 +125,7 @@ def softmax_step(state: Softmax, x: Any) -> tuple[Softmax, Any, Any]:
     """
     new_max = jnp.maximum(state.max, jnp.max(x, axis=-1))
     finite_max = jnp.where(new_max == -jnp.inf, 0, new_max)  # a row with only -inf so far: exp(-inf - 0) = 0, not NaN
-    p = jnp.exp(x - finite_max[..., None])
+    p = jnp.exp(jnp.minimum(x, new_max[..., None]) - finite_max[..., None])
     rescale = jnp.exp(state.max - finite_max)
     return Softmax(new_max, state.sum * rescale + jnp.sum(p, axis=-1)), p, rescale
 

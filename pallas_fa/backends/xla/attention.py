@@ -112,7 +112,8 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
 
             score_ij = chunks.cut_tile(score, queries, i, keys, j)
             x, pullback = jax.vjp(scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij))
-            p = tile.probabilities(queries.mask_overlap(keys.mask_overlap(x, j), i), lse_i)
+            x = queries.mask_overlap(keys.mask_overlap(x, j), i)
+            p = tile.probabilities(jnp.minimum(x, lse_i[..., None]), lse_i)  # bounded as in `softmax.tile`
             drop = chunks.dropping(operands.dropout, queries, i, keys, j)
             dx, d_arrays_ij = pullback(p * (drop(qk(problem, d_out_i, v_j)) - delta_i[..., None]))
             dx = dx * problem.scale
