@@ -2,8 +2,8 @@
 
 Logits are [..., t, s] and row statistics [..., t], with any leading dims. An empty row is a query that attends to nothing.
 
-Where a maximum is subtracted from x, x is first bounded by it, which changes no value. Without that, XLA on a CPU computes x
-once more inside the subtraction, with one rounding less (a fused multiply-add of the scale), and the exponential of the
+Where a maximum is subtracted from x, x is first bounded by it, which changes no value. Without that, XLA on a CPU may compute
+x once more inside the subtraction, with one rounding less (a fused multiply-add of the scale), and the exponential of the
 difference overflows where logits are large.
 """
 
@@ -59,8 +59,8 @@ def softmax(x: Any, sinks: Any = None) -> tuple[Any, Any]:
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
     top = lax.stop_gradient(top if sinks is None else jnp.maximum(top, sinks.astype(x.dtype)))
     finite_top = jnp.where(top == -jnp.inf, 0, top)
-    # Not `minimum`, of whose derivative the largest logit would get half.
-    p = jnp.exp(jnp.where(x > finite_top, finite_top, x) - finite_top)
+    x = lax.optimization_barrier(x)  # here not by `minimum`, which would take part of the largest logit's derivative
+    p = jnp.exp(x - finite_top)
     total = jnp.sum(p, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks.astype(x.dtype) - finite_top)
