@@ -236,6 +236,13 @@ def test_why_a_function_is_refused(implementation):
     assert "closes over" in message and "Custom(fn, array)" in message
     message = refuses(implementation, "arguments", mask=masks.Custom(lambda b, n: b > n))
     assert "[b, n, t, s]" in message
+    numpy_ids = np.arange(64) // 20
+    message = refuses(implementation, "__array__", mask=masks.Custom(lambda b, n, t, s: numpy_ids[t] == numpy_ids[s]))
+    assert "must be JAX's (jnp.asarray), and indexed by" in message
+    for unknown in (lambda b, n, t, s: (t - s).lt(5), lambda b, n, t, s: ids[b, 0, 0, t, 0] == 1):
+        assert "traced arrays" in refuses(
+            implementation, "has no attribute|Too many indices", mask=masks.Custom(unknown)
+        )
 
 
 @pytest.mark.parametrize("implementation", EVERY)

@@ -88,6 +88,7 @@ def _raise(primals, tangents):
     del tangents
     raise NotImplementedError(
         f"the function of a Custom mask or score closes over an array, of shape {jnp.shape(primals[0])}, that is being"
-        " differentiated, and would get no gradient. Pass it as an argument, Custom(fn, array), for the gradient of a"
-        " score; where none is wanted, close over jax.lax.stop_gradient(array)."
+        " differentiated, and would get no gradient. For the gradient of a score pass its values at (b, n, t, s) as an"
+        " argument, Custom(fn, array), with array broadcastable to [*B, N, T, S]; those of a table of offsets s - t as a"
+        " scores.RelativeBias. Where no gradient is wanted, close over jax.lax.stop_gradient(array)."
     )

@@ -93,14 +93,14 @@ def _traced(kind, fn, args):
     try:
         # Not `fn` itself, whose trace JAX would keep: what it closes over may have changed since.
         closed, result = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, AttributeError, IndexError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         shapes = ", ".join(str(x.shape) for x in args)
         raise (ValueError if isinstance(e, ValueError) else TypeError)(
             f"{kind}.Custom: fn={fn!r} failed: {reason.rstrip('.')}. Its arguments are traced arrays with the dims [b, n, t,"
             f" s] of a tile of positions, here {shapes}; it must take any sizes, with `&`, `|` and jnp.where where Python"
-            " has `and`, `or` and `if`. Arrays that it closes over must be indexed by b, n, t,"
-            " s, or be passed as Custom(fn, array)."
+            " has `and`, `or` and `if`. Arrays that it closes over must be JAX's (jnp.asarray), and indexed by b, n, t, s,"
+            " or be passed as Custom(fn, array)."
         ) from e
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise TypeError(
