@@ -145,7 +145,11 @@ WRONG = {
     ),
     "page layout": (dict(page_layout="PKSH"), "page_layout='PKSH' is not one of 'PSKH', 'KPSH'"),
     "empty pages": (dict(key_pages=np.zeros((6, 0, K, H), np.float32)), "no dim of size 0"),
-    "batch dims": (dict(query=np.zeros((T, N, H), np.float32)), r"query.shape=\(1, 4, 8\) must be \[B, T, N, H\]"),
+    "batch dims": (
+        dict(query=np.zeros((T, N, H), np.float32)),
+        r"query.shape=\(1, 4, 8\) must be \[B, T, N, H\].*query\[:, None\]",
+    ),
+    "two batch dims": (dict(query=np.zeros((1, 2, T, N, H), np.float32)), r"must be \[B, T, N, H\]. Reshape it"),
     "lengths twice": (dict(key_value_seq_lengths=np.zeros(B, int)), "it is the argument lengths"),
     "layout": (dict(layout="BNTH"), "page_layout says"),
     "dropout": (dict(dropout_rate=0.1), "for inference"),

@@ -158,7 +158,7 @@ WRONG = {
     "float table": (3, np.zeros((7, 8), np.float32), "page_indices.dtype=float32 must be an integer"),
     "table": (3, np.zeros(7, np.int32), r"page_indices.shape=\(7,\) must be \[max sequences"),
     "cu_q_lens": (4, np.zeros(7, np.int32), r"cu_q_lens.shape=\(7,\) must be \(8,\)"),
-    "num_seqs": (5, np.int32(3), r"num_seqs.shape=\(\) must be \(1,\)"),
+    "num_seqs": (5, np.int32(3), r"num_seqs.shape=\(\) must be \(1,\): how many.*jnp.reshape\(num_seqs, \(1,\)\)"),
 }
 
 

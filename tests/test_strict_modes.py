@@ -45,6 +45,17 @@ CALLS = {
     "bias": {"bias": BIAS, "logits_soft_cap": 20.0},
     "relative bias": {"score": scores.RelativeBias(np.linspace(-1, 1, 4 * 31, dtype=np.float32).reshape(4, 31))},
     "relative bias of 16 bits": {"score": scores.RelativeBias(jnp.zeros((4, 31), jnp.bfloat16))},
+    "sinks": {"sinks": BIAS[0, 0, :4], "key_value_seq_lengths": LENGTHS - 5},
+    "sinks of a batch": {"sinks": BIAS[0, :2, :4], "scale": np.float32(0.5)},
+    "dropout": {"dropout_rate": 0.25, "dropout_key": jax.random.key(0), "is_causal": True},
+    "dropout of all heads": {"dropout_rate": 0.25, "dropout_key": jax.random.PRNGKey(0), "broadcast_dropout": True},
+    "intervals": {"mask": masks.KeyIntervals(IDS * 8, IDS * 8 + 5)},
+    "packed": {"mask": masks.Dense(BIAS > 0) & masks.Lengths(LENGTHS, LENGTHS.reshape(2, 1, 1, 1).repeat(4, 1))},
+    "functions": {
+        "mask": masks.Custom(lambda b, n, t, s, h: (t - s) % 3 != h, np.arange(4, dtype=np.int32)[:, None, None]),
+        "score": scores.Custom(lambda x, b, n, t, s, a: x * a + 0.5, BIAS[:, :1, :]),
+    },
+    "window of heads": {"local_window_size": (LENGTHS.reshape(2, 1, 1, 1).repeat(4, 1), LENGTHS)},
     "ALiBi": {"score": scores.Alibi(np.float32([0.5, 0.25, 0.125, 0.0625]), offset=LENGTHS)},
 }
 

@@ -180,7 +180,9 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
         )
     shape = tuple(query.shape)
     if query.ndim != 4:
-        raise ValueError(f"query.shape={shape} must be [B, T, N, H]. Add the missing dims with jnp.expand_dims.")
+        remedies = {3: "If it is [B, N, H], one query of each sequence, pass query[:, None]."}
+        remedy = remedies.get(query.ndim, "Reshape it; pages belong to sequences of one batch dim.")
+        raise ValueError(f"query.shape={shape} must be [B, T, N, H]. {remedy}")
     if shape[-1] != key_pages.shape[-1]:
         raise ValueError(
             f"query.shape={shape} and key_pages.shape={tuple(key_pages.shape)} have different head dims H. Project them to"

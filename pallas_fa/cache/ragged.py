@@ -154,16 +154,15 @@ def _check(q, pages, lengths, table, starts, count):
     if table.ndim != 2 or 0 in table.shape:
         raise ValueError(f"page_indices.shape={tuple(table.shape)} must be [max sequences, pages per sequence].")
     sequences = table.shape[0]
-    for name, x, size in (
-        ("kv_lens", lengths, sequences),
-        ("cu_q_lens", starts, sequences + 1),
-        ("num_seqs", count, 1),
-    ):
+    for name, x, size in (("kv_lens", lengths, sequences), ("cu_q_lens", starts, sequences + 1)):
         if tuple(x.shape) != (size,):
             raise ValueError(
                 f"{name}.shape={tuple(x.shape)} must be {(size,)}, since page_indices has a row for each of"
                 f" {sequences} sequences. Fill it up; num_seqs says how many are there."
             )
+    if tuple(count.shape) != (1,):
+        one = "Use jnp.reshape(num_seqs, (1,))." if count.size == 1 else "Pass an array of one int."
+        raise ValueError(f"num_seqs.shape={tuple(count.shape)} must be (1,): how many sequences there are. {one}")
 
 
 def _factor(name, x):

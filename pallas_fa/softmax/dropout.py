@@ -111,7 +111,7 @@ class Dropout(Node):
     def keeps_tile(self, t0: Any, T: int, s0: Any, S: int) -> Any:
         """Returns `keeps` of T queries from `t0` and S keys from `s0` on, in an eighth of the calls of the generator."""
         of_queries, of_keys = _Blocks.of(t0, self.first_query, T), _Blocks.of(s0, self.first_key, S)
-        t, s = of_queries.positions(step=1).reshape(-1, 1, 1), of_keys.positions(step=2)
+        t, s = of_queries.positions(step=1).reshape(1, 1, -1, 1, 1), of_keys.positions(step=2)[None, None, None]
         key, offset = (seed[..., None] for seed in self.seeds)
         # Behind a barrier: XLA would compute the words for each element that they decide.
         words = lax.optimization_barrier(philox2x32(t ^ offset, s, key, ROUNDS))
