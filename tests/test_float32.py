@@ -75,6 +75,20 @@ def test_interpreted_kernels_are_as_exact_as_their_products(name):
         assert relative_error(x, truth.gradients[name]) < limit, name
 
 
+def test_tanh_is_that_of_the_hardware_in_16_bits_only():
+    """It has 11 bits, which interpreted kernels don't show."""
+    for dtype, has_tanh in (("bfloat16", True), ("float32", False)):
+        x = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+
+        def loss(x):
+            out = pallas_fa.dot_product_attention(x, x, x, logits_soft_cap=5.0, implementation="mosaic_gpu")
+            return jnp.sum(out.astype(jnp.float32))
+
+        text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @mosaic_gpu" in text
+        assert ("tanh.approx" in text) == has_tanh, dtype
+
+
 @pytest.mark.parametrize("precision", LIMITS)
 def test_errors_cancel_in_rows_with_one_key(precision):
     """There the gradients of queries and keys are those through lse alone."""

@@ -59,6 +59,13 @@ def expm1(x: Any) -> Any:
     return jnp.where(n == 0, result, scaled(result + (1 - power_of_2(jnp.maximum(-n, -126))), n))
 
 
+def tanh(x: Any) -> Any:
+    """The hyperbolic tangent."""
+    e = expm1(jnp.minimum(2 * jnp.abs(x), 30.0))  # past 30 the result is 1
+    size = e / (e + 2)
+    return jnp.where(x < 0, -size, jnp.where(x > 0, size, x))  # 0, -0 and NaN are their own
+
+
 # ---- logarithms -----------------------------------------------------------------------------------------------------
 
 
