@@ -84,10 +84,10 @@ class _Evaluator:
         self.rewrites = operations.PRECISE if precise else operations.REWRITES
         self.tile = max((jnp.shape(x) for x in jax.tree.leaves(args)), key=len)
 
-    def run(self, program: Any, args: list[Any], within: str | None = None) -> list[Any]:
+    def run(self, program: Any, args: list[Any], within: tuple[str, ...] = ()) -> list[Any]:
         """Each result with the (value, number) whose product it is, where it is one, else None.
 
-        `within`: the operation whose rewritten form this is; it is not rewritten again.
+        `within`: operations that are not rewritten: the one whose rewritten form this is, and what it needs as it is.
         """
         unknown = sorted({x for x in _operations(program.jaxpr) if not _is_known(x)})
         if unknown:
@@ -145,10 +145,14 @@ class _Evaluator:
             return result if dtype == jnp.bool_ else self._call(lambda x: x.astype(dtype), result)
         if name == "pow" and isinstance(inputs[0], np.generic) and inputs[0] == 2:
             return self._call(lambda y: lax.exp2(y.astype(jnp.float32)), inputs[1])  # at a fraction of the operations
-        if name in self.rewrites and name != within and not operations.is_safe(name, inputs):
+        if name in self.rewrites and name not in within and not operations.is_safe(name, inputs):
             chosen = {key: params[key] for key in operations.PARAMETERS.get(name, ())}
             rewrite = self.rewrites[name]
-            return self._call(functools.partial(rewrite, **chosen) if chosen else rewrite, *inputs, within=name)
+            return self._call(
+                functools.partial(rewrite, **chosen) if chosen else rewrite,
+                *inputs,
+                within=(name, *operations.AS_THEY_ARE.get(name, ())),
+            )
         if not any(jnp.ndim(x) for x in inputs) and not operations.lowers(name, params, inputs, on_scalars=True):
             inputs = [self._broadcast(x, self.tile) for x in inputs]
         if not operations.lowers(name, params, inputs, on_scalars=not any(jnp.ndim(x) for x in inputs)):
@@ -156,7 +160,7 @@ class _Evaluator:
             raise _DoesNotLowerError(f"the operation {name} of {dtypes} does not lower in a kernel")
         return eqn.primitive.bind(*inputs, **params)
 
-    def _call(self, fn, *inputs, within=None):
+    def _call(self, fn, *inputs, within=()):
         """One result of `fn`."""
         ((result, _),) = self.run(jax.make_jaxpr(fn)(*inputs), list(inputs), within)
         return result
