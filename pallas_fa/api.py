@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, with_signature
+from pallas_fa.arguments.keywords import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.backends import choice
 from pallas_fa.masks import Mask

@@ -17,8 +17,9 @@ import pytest
 
 import pallas_fa
 import pallas_fa.nn
-from pallas_fa import arguments_elsewhere, context_parallel, masks, scores
-from pallas_fa.arguments import Arguments
+from pallas_fa import context_parallel, masks, scores
+from pallas_fa.arguments import other_libraries
+from pallas_fa.arguments.keywords import Arguments
 from pallas_fa.backends.mma import config as mma_config
 
 NAMES = tuple(get_type_hints(Arguments))
@@ -94,7 +95,7 @@ def test_an_argument_of_another_library_is_answered_with_ours(name):
 def test_the_advice_for_another_library_is_made_of_ours():
     """What the errors say to pass is an argument, or a name of the package."""
     known = inspect.signature(pallas_fa.dot_product_attention).parameters
-    for advice in arguments_elsewhere.ELSEWHERE.values():
+    for advice in other_libraries.INSTEAD.values():
         assert set(re.findall(r"\b(?:Pass|or|as|is) (\w+)=", advice)) <= set(known)
         for path in re.findall(r"pallas_fa\.([\w.]*\w)", advice):
             assert operator.attrgetter(path)(pallas_fa) is not None
