@@ -16,6 +16,7 @@ import pallas_fa
 import pallas_fa.nn
 from pallas_fa import attention, masks, scores
 from pallas_fa.backends.xla import chunks
+from pallas_fa.backends.xla.visits import visited_interval
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.nn import attention_fn
 
@@ -342,7 +343,7 @@ def test_decode_reads_the_filled_part_of_the_cache(framework, ours, monkeypatch)
     problem, mask = problems[-1]
     np.testing.assert_array_equal(lengths_of(mask).kv_lengths.ravel(), 151)
     keys = dataclasses.replace(chunks.split_axes(problem)[1], chunk=16)
-    first, end = chunks.visits(mask, "kv_range", chunks.Chunks(2, 1, 1), keys)(0)
+    first, end = visited_interval(mask, "kv_range", chunks.Chunks(2, 1, 1), keys)(0)
     assert (int(first), int(end)) == (5 if ours else 0, 10)
 
 
