@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
     Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),
     Mutation("backends/hopper/wgmma.py", "first + of_b * len(accs) + i", "first + of_weights * len(accs) + i", FLOAT32),
-    Mutation("backends/gpu/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),
+    Mutation("backends/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),
     Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
     Mutation("backends/mma/copies.py", "i32(width - _VECTOR)", "i32(0)", COPIES),
     Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),

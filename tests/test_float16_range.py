@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa.backends.gpu.float16_range import in_float16_range
+from pallas_fa.backends.float16_range import in_float16_range
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
 from tests import oracle, test_backward_kernel, test_kernel_interpreted
