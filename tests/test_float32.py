@@ -15,7 +15,7 @@ from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.support import supports
 from pallas_fa.problem import normalise
-from tests import oracle, test_backward_kernel, test_kernel_interpreted
+from tests import interpreted_backward, oracle, test_kernel_interpreted
 from tests.cases import Case
 from tests.lowering import kernels
 
@@ -65,7 +65,7 @@ def test_interpreted_kernels_are_as_exact_as_their_products(name):
     assert relative_error(out, truth.out) < LIMITS[precision]
     assert relative_error(lse, truth.lse) < LIMITS[precision]
     d_out, d_lse = jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
-    gradients, races = test_backward_kernel.interpreted(problem, operands, out, lse, d_out, d_lse)
+    gradients, races = interpreted_backward.interpreted(problem, operands, out, lse, d_out, d_lse)
     assert not races
     names = ("query", "key", "value", *inputs.arrays)
     for name, x in zip(names, gradients, strict=True):
@@ -97,7 +97,7 @@ def test_errors_cancel_in_rows_with_one_key(precision):
     problem, operands = problem_of(case, precision=precision)
     d_out, d_lse = jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
     out, lse = (jnp.asarray(x, jnp.float32) for x in (truth.out, truth.lse))
-    gradients, _ = test_backward_kernel.interpreted(problem, operands, out, lse, d_out, d_lse)
+    gradients, _ = interpreted_backward.interpreted(problem, operands, out, lse, d_out, d_lse)
     for name, x in zip(("query", "key"), gradients, strict=False):
         error = np.abs(np.asarray(x, np.float64) - truth.gradients[name]).max()
         assert error < LIMITS[precision] * np.abs(truth.gradients[name]).max(), name
