@@ -283,11 +283,6 @@ def test_fields_of_a_config_have_their_types(module):
                     getattr(module, kind)(**{field.name: value})
 
 
-def test_a_former_name_of_a_field_is_named():
-    with pytest.raises(TypeError, match="^takes_turns='no' must be True or False"):
-        pallas_fa.mosaic_gpu.config.ForwardConfig(takes_turns="no")  # pyright: ignore[reportCallIssue]
-
-
 def test_the_tiles_of_other_kernels_are_refused_by_name():
     hopper, by_mma = pallas_fa.mosaic_gpu.config, mma_config
     for config, other, module in ((hopper, by_mma, "pallas_fa.mosaic_gpu.config"), (by_mma, hopper, by_mma.__name__)):
