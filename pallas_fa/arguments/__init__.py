@@ -1,1 +1,1 @@
-"""What a caller passes beside query, key and value: the list of keywords, and the check of each by itself."""
+"""The arguments of a call: the list of keywords, what other libraries call them, and the check of each."""

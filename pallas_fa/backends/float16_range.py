@@ -48,7 +48,7 @@ class DsScale(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> "DsScale":
-        """Returns it for the cotangents `d_out` and `d_lse`."""
+        """Returns the scale for the cotangents `d_out` and `d_lse`."""
         if problem.dtype != jnp.float16:
             return cls()
         exponent = _exponent(problem, residuals, d_out, d_lse)
