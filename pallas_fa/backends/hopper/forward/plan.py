@@ -138,11 +138,6 @@ class ForwardPlan(ForwardCore):
             return mask is None or mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
         return super().has_padding_keys or self.config.kv_splits > 1
 
-    @property
-    def sink_rows(self) -> bool:
-        """Whether rows have sinks of their own, which are loaded with the queries."""
-        return self.group > 1 and self.problem.sinks is not None
-
     @functools.cached_property
     def single_step(self) -> bool:
         """Whether a query block visits one key block, whatever it sees."""
