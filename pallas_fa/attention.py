@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import jax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments
+from pallas_fa.arguments.keywords import Arguments
 from pallas_fa.autodiff import vjp
 from pallas_fa.backends.choice import Choice, choose
 from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, forward_in_btnh

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from pallas_fa import masks
 from pallas_fa.api import explain_normalised
-from pallas_fa.arguments import float_array
+from pallas_fa.arguments.arrays import float_array
 from pallas_fa.attention import run
 from pallas_fa.operands.offsets import broadcast_remedy, int_array
 from pallas_fa.operands.pytree import as_flag, is_finite, is_static_int, is_static_number

@@ -12,9 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa import arguments as checks
 from pallas_fa import masks, scores
-from pallas_fa.arguments import Arguments
+from pallas_fa.arguments.arrays import float_array
+from pallas_fa.arguments.dropout import check_dropout_key, check_dropout_rate
+from pallas_fa.arguments.keywords import Arguments, complete
+from pallas_fa.arguments.masks import as_mask, lengths_mask, segment_mask, window_mask
+from pallas_fa.arguments.scores import bias_score, check_score, soft_cap_score, split_scale
+from pallas_fa.arguments.settings import check_config, check_layout, check_precision
+from pallas_fa.arguments.shapes import check_shapes
+from pallas_fa.arguments.sinks import sink_logits
 from pallas_fa.masks.base import all_of
 from pallas_fa.masks.lengths import bind, lengths_of
 from pallas_fa.operands.dims import Dims
@@ -162,95 +168,49 @@ def normalise(
     Where q, k and v are a part of a problem, `whole` makes the sizes of all of it of theirs; masks and scores are bound
     to these.
     """
-    given = checks.complete(arguments)
-    q, k, v = (checks.float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    layout = checks.layout(given["layout"])
-    dims = _check_shapes(q, k, v, layout)
+    given = complete(arguments)
+    q, k, v = (float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    layout = check_layout(given["layout"])
+    dims = check_shapes(q, k, v, layout)
     found = [
-        checks.lengths_mask(dims, given["query_seq_lengths"], given["key_value_seq_lengths"]),
+        lengths_mask(dims, given["query_seq_lengths"], given["key_value_seq_lengths"]),
         masks.Causal() if given["is_causal"] else None,
-        checks.window_mask(whole(dims), given["local_window_size"]),
-        checks.segment_mask(dims, given["query_segment_ids"], given["key_value_segment_ids"]),
-        checks.mask(mask),
+        window_mask(whole(dims), given["local_window_size"]),
+        segment_mask(dims, given["query_segment_ids"], given["key_value_segment_ids"]),
+        as_mask(mask),
     ]
     bound_mask = bind(all_of([m for m in found if m is not None]), whole(dims))
 
-    scale, scale_score = checks.scale(given["scale"], q.shape[-1], q.dtype)
-    found = [scale_score, checks.bias(bias), checks.soft_cap(given["logits_soft_cap"]), checks.score(given["score"])]
+    scale, scale_score = split_scale(given["scale"], q.shape[-1], q.dtype)
+    found = [scale_score, bias_score(bias), soft_cap_score(given["logits_soft_cap"]), check_score(given["score"])]
     bound_score = chain([x for x in found if x is not None])
     if bound_score is not None:
         bound_score = bound_score.bind(whole(dims), lengths_of(bound_mask))
 
     if len(dims.batch) != 1:
         q, k, v = (x.reshape((dims.B, *x.shape[-3:])) for x in (q, k, v))
-    sinks = checks.sinks(whole(dims), given["sinks"])
+    sinks = sink_logits(whole(dims), given["sinks"])
     operands = Operands(q, k, v, bound_score, bound_mask, sinks, _dropout(whole(dims), given))
     problem = Problem.of(
         operands,
         dims.batch,
         scale=scale,
-        precision=checks.precision(given["precision"], q.dtype),
+        precision=check_precision(given["precision"], q.dtype),
         deterministic_gradients=bool(given["deterministic_gradients"]),
         forward_mode=bool(given["forward_mode"]),
         layout=layout,
-        config=checks.config(given["config"]),
+        config=check_config(given["config"]),
     )
     return problem, operands
 
 
 def _dropout(dims: Dims, given: dict[str, Any]) -> Dropout | None:
-    rate = checks.dropout_rate(given["dropout_rate"])
+    rate = check_dropout_rate(given["dropout_rate"])
     if rate == 0:
         return None
-    return Dropout.of(checks.dropout_key(rate, given["dropout_key"]), rate, dims.B, dims.N, given["broadcast_dropout"])
+    return Dropout.of(check_dropout_key(rate, given["dropout_key"]), rate, dims.B, dims.N, given["broadcast_dropout"])
 
 
 def _abstract(tree: Any) -> Any:
     """`tree` with ShapeDtypeStructs in the places of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _check_shapes(q, k, v, layout) -> Dims:
-    shapes = f"query.shape={q.shape}, key.shape={k.shape}, value.shape={v.shape}"
-    length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
-    other = "BNTH" if layout == "BTNH" else "BTNH"
-    q_dims, k_dims, v_dims = (
-        ", ".join(ordered(layout, x)) for x in (("*B", "T", "N", "H"), ("*B", "S", "K", "H"), ("*B", "S", "K", "Hv"))
-    )
-    layout = f"the layout is query [{q_dims}], key [{k_dims}], value [{v_dims}]"
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim < 3:
-            one_head = f"For one head, pass `{name}[{':, None' if heads == -2 else 'None'}]`."
-            remedy = one_head if x.ndim == 2 else "Add the missing dims with jnp.expand_dims."
-            raise ValueError(f"{name}.shape={x.shape} has too few dims: {layout}. {remedy}")
-        if not all(isinstance(x.shape[axis], int) for axis in (heads, -1)):
-            raise ValueError(
-                f"{name}.shape={x.shape} has a symbolic number of heads or head dim; {layout}, of which only *B, T and S may"
-                " be symbolic. Export with known heads and head dims."
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"query.dtype={q.dtype}, key.dtype={k.dtype} and value.dtype={v.dtype} differ: they must be one dtype, since"
-            " nothing is converted silently. Convert them with `.astype`."
-        )
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        raise ValueError(
-            f"the batch dims differ: {shapes}; {layout}. Broadcast them to one batch with jnp.broadcast_to."
-        )
-    if k.shape[length] != v.shape[length]:
-        raise ValueError(f"key and value have different lengths S: {shapes}; {layout}. Give each key one value.")
-    if k.shape[heads] != v.shape[heads]:
-        raise ValueError(
-            f"key and value have different numbers of heads K: {shapes}; {layout}. Repeat the fewer heads."
-        )
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"query and key have different head dims H: {shapes}; {layout}. Project them to one head dim.")
-    if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"a head dim is 0: {shapes}. Head dims must be at least 1.")
-    N, K = q.shape[heads], k.shape[heads]
-    if K == 0 or N % K:
-        raise ValueError(
-            f"query has N={N} heads and key has K={K}: N must be a multiple of K, since query head n reads key"
-            f" head n // (N // K); {shapes}. If heads and length are swapped, pass layout={other!r} or transpose: {layout}."
-        )
-    return Dims(batch=tuple(q.shape[:-3]), T=q.shape[length], S=k.shape[length], N=N)

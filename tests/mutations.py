@@ -28,9 +28,10 @@ class Mutation(NamedTuple):
 
 
 INTERVALS = "tests/test_documents.py -k ranges"
-MASKS, SCHEDULE = "tests/test_masks.py", "tests/test_schedule.py"
+MASKS = "tests/test_masks.py tests/test_mask_ranges.py tests/test_mask_parts.py"
+SCHEDULE = "tests/test_schedule.py"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
-BACKWARD = "tests/test_backward_kernel.py -k interpreted"
+BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 APPEND = "tests/test_cache.py -k rows"
@@ -69,7 +70,7 @@ MUTATIONS = (
     Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
     Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),
     Mutation("backends/hopper/wgmma.py", "first + of_b * len(accs) + i", "first + of_weights * len(accs) + i", FLOAT32),
-    Mutation("backends/gpu/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),
+    Mutation("backends/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),
     Mutation("backends/gpu/online_softmax.py", "jnp.where(new_m == -jnp.inf, 0.0, new_m) if", "new_m if", FORWARD),
     Mutation("backends/mma/copies.py", "i32(width - _VECTOR)", "i32(0)", COPIES),
     Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),
@@ -94,7 +95,7 @@ MUTATIONS = (
     Mutation("operands/pages.py", "table = jnp.clip(table, 0, self.count - 1)", "pass", f"{PAGES} -k nearest"),
     Mutation("backends/xla/matmuls.py", "else lengths - start", "else lengths", f"{PAGES} -k page_sizes"),
     Mutation("backends/hopper/pages.py", "pl.ds(i * box, box)", "pl.ds(0, box)", f"{PAGES} -k interpreted"),
-    Mutation("nn/visible_keys.py", "kv_lengths=last + 1", "kv_lengths=last", "tests/test_flax.py -k filled_part"),
+    Mutation("nn/visible_keys.py", "kv_lengths=last + 1", "kv_lengths=last", "tests/test_flax_decoding.py -k filled_part"),
     Mutation("operands/layout.py", "else (b, n, t, h)", "else (b, t, n, h)", "tests/test_layouts.py"),
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),

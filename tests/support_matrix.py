@@ -46,10 +46,6 @@ def _always(**keywords: Any):
     return _call(keywords=lambda: keywords)
 
 
-def _floor(x, b, n, t, s):
-    return jnp.floor(x)
-
-
 def _distance(b, n, t, s):
     return abs(t - s) < 100
 

@@ -17,8 +17,9 @@ import pytest
 
 import pallas_fa
 import pallas_fa.nn
-from pallas_fa import arguments_elsewhere, context_parallel, masks, scores
-from pallas_fa.arguments import Arguments
+from pallas_fa import context_parallel, masks, scores
+from pallas_fa.arguments import other_libraries
+from pallas_fa.arguments.keywords import Arguments
 from pallas_fa.backends.mma import config as mma_config
 
 NAMES = tuple(get_type_hints(Arguments))
@@ -110,7 +111,7 @@ def test_an_argument_of_another_library_is_answered_with_ours(name):
 def test_the_advice_for_another_library_is_made_of_ours():
     """What the errors say to pass is an argument, or a name of the package."""
     known = inspect.signature(pallas_fa.dot_product_attention).parameters
-    for advice in arguments_elsewhere.ELSEWHERE.values():
+    for advice in other_libraries.INSTEAD.values():
         assert set(re.findall(r"\b(?:Pass|or|as|is) (\w+)=", advice)) <= set(known)
         for path in re.findall(r"pallas_fa\.([\w.]*\w)", advice):
             assert operator.attrgetter(path)(pallas_fa) is not None
@@ -296,11 +297,6 @@ def test_fields_of_a_config_have_their_types(module):
             for value in ("no", None, 1.5, [2, 2], np.ones(2), 1 if type(field.default) is bool else True):
                 with pytest.raises(TypeError, match=rf"^{field.name}=.* must be .*Leave it out for the default, "):
                     getattr(module, kind)(**{field.name: value})
-
-
-def test_a_former_name_of_a_field_is_named():
-    with pytest.raises(TypeError, match="^takes_turns='no' must be True or False"):
-        pallas_fa.mosaic_gpu.config.ForwardConfig(takes_turns="no")  # pyright: ignore[reportCallIssue]
 
 
 def test_the_tiles_of_other_kernels_are_refused_by_name():

@@ -265,11 +265,11 @@ def test_suites_are_those_of_the_tables():
 
 def test_a_variant_changes_the_tiles_of_the_table():
     causal = {w.name: w for w in suites()["hopper-backward"].workloads}["h64-causal-4096"]
-    for direction, change in (("forward", "head_section=2"), ("backward", "head_section=2, ds_stages=1")):
+    for direction, change in (("forward", "l2_head_group=2"), ("backward", "l2_head_group=2, ds_stages=1")):
         table = tune.table_config(causal, direction)
         changed = tune.variant(causal, direction, change, "label")
         found = getattr(changed.config, direction)
-        assert found.head_section == 2 != table.head_section and found.compute_wgs == table.compute_wgs
+        assert found.l2_head_group == 2 != table.l2_head_group and found.compute_wgs == table.compute_wgs
         assert changed.name == "label"
         assert changed.keywords(causal, {}, {})["config"] is changed.config
 

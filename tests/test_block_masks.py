@@ -22,9 +22,9 @@ from pallas_fa.masks import BlockMask, Causal, Custom, Dense, Window, block_list
 from pallas_fa.operands.part import Part
 from pallas_fa.problem import normalise
 from tests.cases import Case
+from tests.interpreted_backward import GPU, is_right_and_free_of_races, xla_gradients
+from tests.interpreted_backward import interpreted as interpreted_backward
 from tests.lowering import kernels
-from tests.test_backward_kernel import GPU, is_right_and_free_of_races, xla_gradients
-from tests.test_backward_kernel import interpreted as interpreted_backward
 from tests.test_kernel_interpreted import assert_right_and_free_of_races, interpreted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -110,10 +110,6 @@ def test_elementwise_scores_equal_dense_ones(small_chunks, sources):
         np.testing.assert_allclose(out, dense(x), atol=1e-4, err_msg=source)
 
 
-def _index_gather(b, n, t, s):
-    return (IDS[t] == IDS[s]) & (jnp.take(IDS, t + 3) > IDS.reshape(10, 100)[b, n])
-
-
 def _branches(x, b, n, t, s, gain):
     y = lax.cond(IDS[200] > 1, lambda: x * gain, lambda: x)
     y = jnp.select([t > s, x < 0], [y, gain], 0.5) + jnp.piecewise(x, [x < 0, x > 1], [jnp.sin, jnp.cos, 0.5])

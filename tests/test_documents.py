@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 import pallas_fa
 from pallas_fa.masks import KeyIntervals, from_cu_seqlens
 from pallas_fa.problem import normalise
-from tests import test_backward_kernel, test_kernel_interpreted
+from tests import interpreted_backward, test_kernel_interpreted
 from tests.case_masks import cu_seqlens
 from tests.lowering import kernels
-from tests.test_masks import allowed, bind, check_ranges
+from tests.mask_properties import allowed, bind, check_ranges
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -128,7 +128,7 @@ def test_interpreted_kernels_are_right_and_free_of_races(mask):
     case = dataclasses.replace(test_kernel_interpreted.BASE, T=70, S=100, N=1, mask=mask)
     problem, operands = test_kernel_interpreted.problem_of(case, test_kernel_interpreted.TWO)
     test_kernel_interpreted.assert_right_and_free_of_races(problem, operands)
-    test_backward_kernel.is_right_and_free_of_races(case, {})
+    interpreted_backward.is_right_and_free_of_races(case, {})
 
 
 def test_kernels_lower():

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa.backends.gpu.float16_range import in_float16_range
+from pallas_fa.backends.float16_range import in_float16_range
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
-from tests import oracle, test_backward_kernel, test_kernel_interpreted
+from tests import interpreted_backward, oracle, test_kernel_interpreted
 from tests.cases import Case
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -56,7 +56,7 @@ def test_gradients_of_logits_that_pass_the_largest_number(changes, deterministic
     truth = oracle.attention(inputs)
     problem, residuals, d_out, d_lse = residuals_of(inputs)
     problem = dataclasses.replace(problem, deterministic_gradients=deterministic)
-    gradients, races = test_backward_kernel.interpreted(problem, *residuals, d_out, d_lse)
+    gradients, races = interpreted_backward.interpreted(problem, *residuals, d_out, d_lse)
     assert not races
     of_xla = xla.backward(problem, residuals, d_out, d_lse)
     for name, x, x_of_xla in zip(("query", "key", "value"), gradients, of_xla, strict=True):

@@ -15,7 +15,7 @@ from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.support import supports
 from pallas_fa.problem import normalise
-from tests import oracle, test_backward_kernel, test_kernel_interpreted
+from tests import interpreted_backward, oracle, test_kernel_interpreted
 from tests.cases import Case
 from tests.lowering import kernels
 
@@ -65,7 +65,7 @@ def test_interpreted_kernels_are_as_exact_as_their_products(name):
     assert relative_error(out, truth.out) < LIMITS[precision]
     assert relative_error(lse, truth.lse) < LIMITS[precision]
     d_out, d_lse = jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
-    gradients, races = test_backward_kernel.interpreted(problem, operands, out, lse, d_out, d_lse)
+    gradients, races = interpreted_backward.interpreted(problem, operands, out, lse, d_out, d_lse)
     assert not races
     names = ("query", "key", "value", *inputs.arrays)
     for name, x in zip(names, gradients, strict=True):
@@ -73,6 +73,20 @@ def test_interpreted_kernels_are_as_exact_as_their_products(name):
         # Sums over all queries and keys cancel.
         limit = LIMITS[precision] * (1 if x.size > 1000 else 5)
         assert relative_error(x, truth.gradients[name]) < limit, name
+
+
+def test_tanh_is_that_of_the_hardware_in_16_bits_only():
+    """It has 11 bits, which interpreted kernels don't show."""
+    for dtype, has_tanh in (("bfloat16", True), ("float32", False)):
+        x = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+
+        def loss(x):
+            out = pallas_fa.dot_product_attention(x, x, x, logits_soft_cap=5.0, implementation="mosaic_gpu")
+            return jnp.sum(out.astype(jnp.float32))
+
+        text = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @mosaic_gpu" in text
+        assert ("tanh.approx" in text) == has_tanh, dtype
 
 
 @pytest.mark.parametrize("precision", LIMITS)
@@ -83,7 +97,7 @@ def test_errors_cancel_in_rows_with_one_key(precision):
     problem, operands = problem_of(case, precision=precision)
     d_out, d_lse = jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
     out, lse = (jnp.asarray(x, jnp.float32) for x in (truth.out, truth.lse))
-    gradients, _ = test_backward_kernel.interpreted(problem, operands, out, lse, d_out, d_lse)
+    gradients, _ = interpreted_backward.interpreted(problem, operands, out, lse, d_out, d_lse)
     for name, x in zip(("query", "key"), gradients, strict=False):
         error = np.abs(np.asarray(x, np.float64) - truth.gradients[name]).max()
         assert error < LIMITS[precision] * np.abs(truth.gradients[name]).max(), name

@@ -11,7 +11,7 @@ import pallas_fa
 from pallas_fa.backends import reference
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
-from tests import test_backward_kernel, test_kernel_interpreted
+from tests import interpreted_backward, test_kernel_interpreted
 from tests.cases import Case
 from tests.lowering import kernels
 
@@ -52,7 +52,7 @@ def test_the_backward_reads_nothing_of_the_next_head():
     want = xla.backward(problem, Residuals(operands, out, lse), *cotangents)
     poisoned = operands._replace(**{name: with_nan_in_head_1(getattr(operands, name)) for name in "qkv"})
     out, d_out = map(with_nan_in_head_1, (np.asarray(out), inputs.d_out))
-    gradients, races = test_backward_kernel.interpreted(
+    gradients, races = interpreted_backward.interpreted(
         problem, poisoned, jnp.asarray(out), lse, jnp.asarray(d_out), cotangents[1]
     )
     assert not races

@@ -7,7 +7,6 @@ with a kernel but its results.
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import pytest
 import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
 from tests import cases
 from tests.cases import Case
@@ -207,17 +206,6 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
 def test_a_wrong_configuration_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         ForwardConfig(**arguments)
-
-
-def test_fields_keep_their_former_names():
-    former: dict[str, Any] = {"pairs": 2, "takes_turns": True, "head_section": 4}
-    config = ForwardConfig(**former)
-    assert config == ForwardConfig(q_block_pairs=2, ping_pong=True, l2_head_group=4)
-    assert all(getattr(config, name) == value for name, value in former.items())
-    assert dataclasses.replace(config, **{"pairs": 1}).q_block_pairs == 1
-    assert BackwardConfig(**{"head_section": 2}) == BackwardConfig(l2_head_group=2)
-    with pytest.raises(ValueError, match=r"^pairs=-1 "):
-        ForwardConfig(**{"pairs": -1})
 
 
 def test_a_lowering_takes_less_than_a_second():

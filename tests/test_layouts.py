@@ -15,14 +15,14 @@ from pallas_fa.nn import attention_fn
 from pallas_fa.problem import normalise
 from tests import (
     accuracy,
+    context_parallel_calls,
+    interpreted_backward,
     layers,
-    test_backward_kernel,
-    test_context_parallel,
+    partitioned_calls,
     test_kernel_interpreted,
-    test_partitioned,
 )
 from tests.lowering import kernels
-from tests.test_partitioned import shared as shared
+from tests.partitioned_calls import shared as shared
 from tests.test_sharding import close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -70,13 +70,13 @@ def test_interpreted_forward(name):
 
 @pytest.mark.parametrize("name", ("unequal head dims", "empty rows", "head dim 256"))
 def test_interpreted_backward(name):
-    case, keywords = test_backward_kernel.CASES[name]
-    problem, operands = test_backward_kernel.problem_of(case, keywords)
-    out, lse, d_out, d_lse = test_backward_kernel.residuals_of(case, problem, operands)
-    want, _ = test_backward_kernel.interpreted(problem, operands, out, lse, d_out, d_lse)
+    case, keywords = interpreted_backward.CASES[name]
+    problem, operands = interpreted_backward.problem_of(case, keywords)
+    out, lse, d_out, d_lse = interpreted_backward.residuals_of(case, problem, operands)
+    want, _ = interpreted_backward.interpreted(problem, operands, out, lse, d_out, d_lse)
     qkv = tuple(map(swap, case.inputs().qkv))
-    problem, operands = test_backward_kernel.problem_of(case, {**keywords, "layout": "BNTH"}, qkv)
-    got, races = test_backward_kernel.interpreted(problem, operands, swap(out), lse, swap(d_out), d_lse)
+    problem, operands = interpreted_backward.problem_of(case, {**keywords, "layout": "BNTH"}, qkv)
+    got, races = interpreted_backward.interpreted(problem, operands, swap(out), lse, swap(d_out), d_lse)
     assert not races
     jax.tree.map(np.testing.assert_array_equal, tuple(map(swap, got[:3])), want[:3])
 
@@ -166,20 +166,20 @@ def test_derivatives_and_vmap(rng):
 @pytest.mark.parametrize("name", ("key heads shared by some", "lengths", "rows", "fewer key heads than shards"))
 def test_arrays_that_jit_shards(name, shared):
     """Each device computes its share, as in the other layout."""
-    case = test_partitioned.CASES[name]
-    a = test_partitioned.on(test_partitioned.mesh_of(*case.mesh), case.inputs(), case.specs, case.queries)
-    attend = functools.partial(test_partitioned.attend, **case.static)
+    case = partitioned_calls.CASES[name]
+    a = partitioned_calls.on(partitioned_calls.mesh_of(*case.mesh), case.inputs(), case.specs, case.queries)
+    attend = functools.partial(partitioned_calls.attend, **case.static)
     bnth = lambda a: of_btnh(
         lambda q, k, v, **rest: attend({**a, **dict(zip(TOKENS, (q, k, v), strict=True))}, **rest)
     )(*(a[name] for name in TOKENS))
-    out, gradients = test_partitioned.truth(name)
-    test_partitioned.check(bnth, a, out)
-    test_partitioned.check(functools.partial(test_partitioned.gradient, attend=bnth), a, gradients)
+    out, gradients = partitioned_calls.truth(name)
+    partitioned_calls.check(bnth, a, out)
+    partitioned_calls.check(functools.partial(partitioned_calls.gradient, attend=bnth), a, gradients)
 
 
 def test_explicit_axes():
-    mesh = test_partitioned.mesh_of(kind=jax.sharding.AxisType.Explicit)
-    a = test_partitioned.on(mesh, test_partitioned.tokens(), {}, test_partitioned.HEADS)
+    mesh = partitioned_calls.mesh_of(kind=jax.sharding.AxisType.Explicit)
+    a = partitioned_calls.on(mesh, partitioned_calls.tokens(), {}, partitioned_calls.HEADS)
     qkv = [swap(a[name]) for name in TOKENS]
     out, lse = jax.jit(functools.partial(pallas_fa.dot_product_attention, layout="BNTH", return_residual=True))(*qkv)
     spec = jax.sharding.PartitionSpec
@@ -199,7 +199,7 @@ def test_context_parallelism(name, attention, placement):
     bnth = lambda *, query, key, value, return_residual, **rest: of_btnh(
         functools.partial(attention, return_residual=return_residual, **rest)
     )(query, key, value)
-    test_context_parallel.check(name, bnth, 4, placement)
+    context_parallel_calls.check(name, bnth, 4, placement)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pallas_fa.backends.mma.backward.backward import backward, why_no_backward
 from pallas_fa.backends.mma.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.backends.mma.forward.forward import forward
 from pallas_fa.problem import normalise
-from tests import test_backward_kernel as of_hopper_backward
+from tests import interpreted_backward as of_hopper_backward
 from tests import test_kernel_interpreted as of_hopper
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import BASE, assert_right_and_free_of_races, interpreted, problem_of

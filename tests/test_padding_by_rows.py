@@ -13,7 +13,7 @@ from pallas_fa.backends.hopper.backward.plan import passes
 from pallas_fa.backends.hopper.config import BackwardConfig, Config
 from pallas_fa.problem import normalise
 from tests.cases import Case
-from tests.test_backward_kernel import GPU, as_float32, interpreted, residuals_of, xla_gradients
+from tests.interpreted_backward import GPU, as_float32, interpreted, residuals_of, xla_gradients
 
 BASE = Case(150, 203, dtype="bfloat16", N=2, K=2, H=64, Hv=64, batch=(2,))
 Q_LENGTHS, KV_LENGTHS = np.array([61, 150]), np.array([0, 133])

@@ -1,9 +1,5 @@
-"""Kernels on arrays that `jit` shards: the results of one device, nothing gathered, and sums over the right axes.
+"""Kernels on arrays that `jit` shards: the results of one device, nothing gathered, and sums over the right axes."""
 
-How the work is shared out does not depend on what computes it, so that XLA stands in for the kernels here.
-"""
-
-import dataclasses
 import functools
 import re
 
@@ -15,212 +11,25 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import pallas_fa
-from pallas_fa import masks, scores
-from pallas_fa.backends import choice
-from pallas_fa.backends import xla as xla_backend
-from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.record import Backend, backward_in_btnh, forward_in_btnh
-from pallas_fa.backends.xla import attention as xla
-from pallas_fa.problem import Residuals, normalise
-from pallas_fa.sharding import partitioned
-from pallas_fa.sharding.device_shard import KEY, LSE, OUT, QUERY, VALUE, DeviceShard, letters_of_operands
-from pallas_fa.sharding.mesh_axes import SubAxes, axes_by_dim
-from tests.lowering import kernels
+from tests.partitioned_calls import (
+    CASES,
+    HEADS,
+    TOKENS,
+    B,
+    H,
+    S,
+    T,
+    attend,
+    check,
+    gradient,
+    mesh_of,
+    normal,
+    on,
+    tokens,
+    truth,
+)
+from tests.partitioned_calls import shared as shared
 from tests.test_sharding import ALL_REDUCE, close, collectives, compile
-
-B, T, S, H = 4, 24, 16, 8
-FLOATS = ("query", "key", "value", "bias", "slopes", "scale", "gain", "sinks", "strip")
-AXES = ("data", "model", "rows")
-TOKENS = ("query", "key", "value")
-HEADS = P("data", None, "model")
-
-
-@pytest.fixture
-def shared(monkeypatch):
-    """'xla' as the kernels are called: a black box that each device runs on its shard."""
-    forward = partitioned.forward(forward_in_btnh(xla.forward))
-    backward = partitioned.backward(backward_in_btnh(_backward))
-    others = [backend for backend in choice.backends() if backend.name != "xla"]
-    monkeypatch.setattr(
-        choice, "backends", lambda: (*others, Backend("xla", xla_backend.BACKEND.supports, forward, backward))
-    )
-
-
-def _backward(problem, residuals, d_out, d_lse):
-    """As in the kernel, dq is added up in a reference."""
-    dq, *rest = xla.backward(problem, residuals, d_out, d_lse)
-    sum = jax.new_ref(jnp.zeros_like(dq))
-    sum[...] = dq
-    return jax.freeze(sum), *rest
-
-
-def mesh_of(data=2, model=4, rows=1, kind=AxisType.Auto):
-    return jax.make_mesh((data, model, rows), AXES, axis_types=(kind,) * 3)
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
-
-
-def tokens(N=8, K=4):
-    return {"query": normal((B, T, N, H)), "key": normal((B, S, K, H), 1), "value": normal((B, S, K, H), 2)}
-
-
-def ids(length):
-    return np.sort(np.random.default_rng(length).integers(0, 3, (B, length), np.int32), axis=1)
-
-
-def gain(x, b, n, t, s, gain):
-    return x * (1 + gain * jnp.sin((b + 2 * n + 3 * t + 5 * s).astype(x.dtype)))
-
-
-def some_pairs(b, n, t, s, rows):
-    return ((b + 3 * n + t + 2 * s) % 3 > 0) | rows
-
-
-def attend(a, implementation="xla", **static):
-    a = dict(a)
-    score = scores.Alibi(a.pop("slopes")) if "slopes" in a else None
-    if "strip" in a:
-        score = scores.RelativeBias(a.pop("strip"))
-    if "gain" in a:
-        score = scores.Custom(gain, a.pop("gain"))
-    if "rows" in a:
-        static["mask"] = masks.Custom(some_pairs, a.pop("rows"))
-    return pallas_fa.dot_product_attention(
-        **a, **static, score=score, implementation=implementation, return_residual=True
-    )
-
-
-def gradient(a, attend=attend, **static):
-    floats, rest = ({n: x for n, x in a.items() if (n in FLOATS) == f} for f in (True, False))
-
-    def loss(floats):
-        out, lse = attend({**floats, **rest}, **static)
-        return jnp.sum(jnp.sin(3 * out)) + jnp.sum(jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0))
-
-    return jax.grad(loss)(floats)
-
-
-def on(mesh, a, specs, tokens=None):
-    """The arrays on a mesh: q, k and v by `tokens` where `specs` does not say otherwise, the others on every device."""
-    specs = {**dict.fromkeys(TOKENS, tokens or P()), **specs}
-    return {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in a.items()}
-
-
-def check(fn, sharded, whole):
-    """`fn` of the sharded arguments is that of the whole ones; the compiled program, for more questions."""
-    finite = lambda tree: jax.tree.map(lambda x: jnp.where(x == -jnp.inf, 10, x), tree)
-    compiled = compile(fn, sharded)
-    close(finite(compiled(sharded)), finite(whole))
-    return compiled
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call: where its queries lie, its arrays besides q, k and v, and where those lie that are not on every device."""
-
-    queries: P
-    arrays: dict
-    specs: dict = dataclasses.field(default_factory=dict)
-    static: dict = dataclasses.field(default_factory=dict)
-    mesh: tuple = (2, 4, 1)
-    heads: tuple = (8, 4)
-
-    def inputs(self):
-        return {**tokens(*self.heads), **self.arrays}
-
-
-# Per head, in blocks that shards of rows do not respect: computed from a function, and whole blocks.
-BLOCKS = masks.block_mask(
-    masks.Custom(lambda b, n, t, s: (n + t // 5 + s // 3) % 3 > 0), T, S, (5, 3), heads=8
-) & masks.BlockMask(normal((B, 1, 4, 6)) < 0.7, (7, 3))
-REPLICATED_KEYS = {"key": P(), "value": P()}
-DROPOUT = {"dropout_rate": 0.3, "dropout_key": np.array([3, 4], np.uint32)}
-HEADS_OF_BATCH = P("data", "model")
-BATCH_ALONE = {"key": P("data"), "value": P("data")}
-CASES = {
-    "batch": Case(P("data"), {"bias": normal((8, 1, S)), "scale": np.float32(0.3)}, mesh=(4, 2, 1)),
-    "heads": Case(
-        P(None, None, "model"), {"slopes": np.linspace(0.1, 1, 8, dtype=np.float32)}, static={"is_causal": True}
-    ),
-    "batch and heads": Case(
-        HEADS,
-        {
-            "bias": normal((1, 8, T, S)),
-            "query_segment_ids": ids(T),
-            "key_value_segment_ids": ids(S),
-            "slopes": np.linspace(0.1, 1, 8, dtype=np.float32),
-        },
-        {"bias": P(None, "model"), "query_segment_ids": P("data"), "key_value_segment_ids": P("data")},
-    ),
-    "heads over two axes": Case(
-        P(None, None, ("data", "model")), {"bias": normal((B, 1, 1, S))}, heads=(16, 8), static={"logits_soft_cap": 2.0}
-    ),
-    "mask of heads": Case(HEADS, {"mask": normal((8, T, S)) < 0.5}, {"mask": P("model")}),
-    "lengths": Case(
-        HEADS,
-        {
-            "query_seq_lengths": np.array([24, 3, 0, 9]),
-            "key_value_seq_lengths": np.array([16, 5, 2, 0]),
-            "sinks": normal((B, 8)),
-        },
-        {"query_seq_lengths": P("data"), "sinks": HEADS_OF_BATCH},
-        {"mask": masks.Causal("bottom_right", offset=1), **DROPOUT},
-    ),
-    "fewer key heads than shards": Case(P(None, None, "model"), {}, REPLICATED_KEYS, mesh=(1, 8, 1), heads=(8, 2)),
-    "key heads shared by some": Case(
-        P(None, None, ("data", "model")), {}, dict.fromkeys(("key", "value"), P(None, None, "data")), heads=(8, 2)
-    ),
-    "one key head": Case(HEADS, {"gain": normal((8, 1, 1))}, BATCH_ALONE, heads=(8, 1)),
-    "heads that straddle key heads": Case(
-        HEADS, {"sinks": normal((24,))}, BATCH_ALONE, {"is_causal": True, **DROPOUT}, heads=(24, 6)
-    ),
-    "rows": Case(P("data", "model"), {"bias": normal((B, 1, T, S))}, BATCH_ALONE, {"is_causal": True}),
-    "rows in a window": Case(
-        P(None, "model"),
-        {"key_value_seq_lengths": np.array([16, 5, 2, 0]), "query_seq_lengths": np.array([24, 3, 0, 9])},
-        REPLICATED_KEYS,
-        {"local_window_size": (3, 1)},
-    ),
-    "relative bias": Case(
-        P("data", "rows", "model"),
-        {"strip": normal((8, T + S - 1))},
-        {"key": HEADS, "value": HEADS, "strip": P("model")},
-        {"is_causal": True},
-    ),
-    "windows by head and intervals of rows": Case(
-        P("data", "rows", "model"),
-        {
-            "local_window_size": (np.arange(B * 8, dtype=np.int32).reshape(B, 8, 1, 1) - 2, np.int32(9)[None]),
-            "mask": masks.from_cu_seqlens([[0, 9, 20]] * B, [[0, 7, 15]] * B, T=T),
-        },
-        {"key": HEADS, "value": HEADS, "mask": P("data", "rows")},
-        mesh=(2, 2, 2),
-    ),
-    "rows of a block mask": Case(
-        P("data", "rows", "model"),
-        {},
-        {"key": HEADS, "value": HEADS},
-        {"mask": BLOCKS},
-        mesh=(2, 2, 2),
-    ),
-    "functions of all indices": Case(
-        P("data", "rows", "model"),
-        {"gain": normal((B, 1, T, 1)), "rows": normal((T, 1)) < 0},
-        {"key": HEADS, "value": HEADS, "gain": P("data")},
-        DROPOUT,
-        mesh=(2, 2, 2),
-    ),
-}
-
-
-@functools.cache
-def truth(name):
-    case = CASES[name]
-    run = functools.partial(attend, implementation="reference", **case.static)
-    return run(case.inputs()), gradient(case.inputs(), run)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +130,7 @@ def test_a_mesh_that_only_the_context_names(shared):
     assert len(compiled.output_shardings[0].device_set) == 8 and not compiled.output_shardings[0].is_fully_replicated
 
 
-# ---- transformations ------------------------------------------------------------------------------------------------
+# ---- transformations --------------------------------------------------------------------------------------------------
 
 
 def stacked(x):
@@ -376,83 +185,7 @@ def test_mapped_dims_may_be_sharded(shared):
     assert compiled.output_shardings[0].spec == spec
 
 
-# ---- what JAX sees ----------------------------------------------------------------------------------------------------
-
-
-def with_kernels(devices, **static):
-    """Gradients on 1 or 8 devices, and their arguments."""
-    x = jax.ShapeDtypeStruct((B, 64, 8, 64), jnp.bfloat16)
-    if devices > 1:
-        x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_of(), HEADS))
-    return jax.jit(functools.partial(gradient, implementation="mosaic_gpu", **static)), dict.fromkeys(TOKENS, x)
-
-
-def lowered_for(devices, **static):
-    fn, arguments = with_kernels(devices, **static)
-    return fn.trace(arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def test_programs_for_several_gpus_ask_for_a_share_of_two_kernels():
-    text = lowered_for(8)
-    assert text.count("@CustomSPMDPartitioning") == 2
-    assert "custom_call @mosaic_gpu" not in text
-    text = lowered_for(1)
-    assert "@CustomSPMDPartitioning" not in text
-    assert text.count("custom_call @mosaic_gpu") == 2
-
-
-def test_export():
-    """For one device of several; for several it says what to do."""
-    unknown_to_jax = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
-    export = lambda fn, a: jax.export.export(fn, platforms=["cuda"], disabled_checks=unknown_to_jax)(a)
-    assert export(*with_kernels(1)).nr_devices == 1
-    with pytest.raises(NotImplementedError, match="can't be exported .* inside jax.shard_map"):
-        export(*with_kernels(8))
-
-
-def test_programs_with_other_masks_differ():
-    """Their kernels are not in them, and JAX's compilation cache must tell them apart; equal ones must be equal."""
-    programs = [
-        re.sub(r'backend_config = "\d+"', "", lowered_for(8, **static))
-        for static in ({}, {"is_causal": True}, {"scale": 0.5}, {"is_causal": True})
-    ]
-    assert len(set(programs)) == 3
-    assert programs[1] == programs[3]
-
-
-@pytest.mark.parametrize("spec", (HEADS, P("data", "model"), P(None, None, ("data", "model"))), ids=str)
-def test_the_kernels_of_one_device_lower(spec):
-    """What XLA asks for when it has shared out a program: forward and backward for shards, with their indices."""
-    mesh = mesh_of()
-    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
-    q, k = shape(B, 64, 8, 64), shape(B, 64, 4, 64)
-    bias, slopes, allowed = shape(8, 64, 64), shape(8, dtype=jnp.float32), shape(64, 1, dtype=jnp.bool_)
-    strip = shape(8, 127)
-
-    def run(q, k, v, bias, slopes, allowed, strip):
-        score = scores.Alibi(slopes).then(scores.Custom(gain, jnp.ones((1, 1)))).then(scores.RelativeBias(strip))
-        mask = masks.Causal() & masks.Custom(some_pairs, allowed)
-        problem, operands = normalise(q, k, v, bias, mask, score=score)
-        axes = (*(() if x is None else (x,) if isinstance(x, str) else x for x in spec), (), (), ())
-        shard = DeviceShard.of(mesh, problem, dict(zip(OUT, axes, strict=False)), dict.fromkeys(KEY, ()), {})
-        call = functools.partial(shards_of, shard, problem)
-        letters = letters_of_operands(operands)
-        out, lse = call(choice.kernels_for(Gpu.visible()).forward, (operands,), (letters,), (OUT, LSE))
-        arguments, letters = (Residuals(operands, out, lse), out, lse), (Residuals(letters, OUT, LSE), OUT, LSE)
-        gradients = QUERY, KEY, VALUE, "_NTS", "_N__", "____", "_ND"
-        return call(choice.kernels_for(Gpu.visible()).backward, arguments, letters, gradients)
-
-    assert kernels(run, q, k, k, bias, slopes, allowed, strip) == 2
-
-
-def shards_of(shard, problem, kernel, arguments, letters, results):
-    """What each device computes, inside of shard_map, where a kernel runs as it is."""
-    specs = jax.tree.map(lambda x: P(*shard.spec(x)), (letters, results))
-    local = lambda *arguments: tuple(shard.run(kernel, problem, arguments, results))
-    return jax.shard_map(local, mesh=shard.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*arguments)
-
-
-# ---- what can't be shared out -------------------------------------------------------------------------------------------
+# ---- what can't be shared out -----------------------------------------------------------------------------------------
 
 
 def _columns(a):
@@ -483,28 +216,3 @@ def _columns(a):
 def test_errors_name_the_axis_and_the_remedy(fn, mesh, specs, message, shared):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         compile(fn, on(mesh_of(*mesh), tokens(4, 4), specs))
-
-
-# ---- mesh axes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "axes",
-    (
-        ((), ()),
-        (("data",), ("rows",)),
-        (("model", "data"), ()),
-        (("rows", "data", "model"), ()),
-        ((), ("data", "rows")),
-    ),
-)
-def test_axes_by_dim(axes):
-    mesh = mesh_of(2, 2, 2)
-    assert axes_by_dim(mesh, NamedSharding(mesh, P(*axes)), 2) == list(axes)
-
-
-def test_axes_by_dim_of_parts_of_axes():
-    mesh, finer = mesh_of(1, 8), jax.make_mesh((4, 2), ("head", "half"), axis_types=(AxisType.Auto,) * 2)
-    heads, halves = axes_by_dim(mesh, NamedSharding(finer, P("head", "half")), 2)
-    assert (heads, halves) == (("model",), ("model",))
-    assert isinstance(heads, SubAxes) and isinstance(halves, SubAxes)

@@ -30,6 +30,7 @@ def as_on_gpu(monkeypatch):
 def small_rows(as_on_gpu, monkeypatch):
     """Also chunks of 32 queries, the last ones overlapping, with intervals in multiples of 8 keys, chosen at run time."""
     monkeypatch.setattr(plan, "_LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(plan, "_SHORT_LOGITS_AT_ONCE", 1)
     monkeypatch.setattr(plan, "_FEW", 32)
     monkeypatch.setattr(intervals_of_keys, "_ALIGNMENT", 8)
     monkeypatch.setattr(intervals_of_keys, "_WORTH_A_CHOICE", 0)
@@ -100,7 +101,8 @@ def _told(B, S, N, dtype=jnp.float32, **keywords):
     ("B", "S", "N", "words"),
     [
         (8, 1024, 16, "1024 queries by 1024 keys at a time, 512 MiB"),  # all at once
-        (32, 1024, 16, "1024 queries by 1024 keys at a time, for 8 of 16 heads, 1.02e+03 MiB"),
+        (64, 1024, 16, "1024 queries by 1024 keys at a time, 4.1e+03 MiB"),  # likewise, where sequences are short
+        (128, 1024, 16, "1024 queries by 1024 keys at a time, for 2 of 16 heads, 1.02e+03 MiB"),
         (2, 4096, 16, "4096 queries by 4096 keys at a time, for 2 of 16 heads, 256 MiB"),  # an eighth
         (2, 4096, 15, "4096 queries by 4096 keys at a time, for 1 of 15 heads, 128 MiB"),
         (2, 4096, 7, "512 queries by 4096 keys at a time, 112 MiB"),  # an eighth
@@ -115,6 +117,7 @@ def test_explain_says_which_logits_are_in_memory(B, S, N, words):
 @pytest.mark.usefixtures("as_on_gpu")
 def test_positions_that_a_mask_rules_out_make_chunks_of_queries():
     assert "512 queries by 4096 keys at a time, 256 MiB" in _told(2, 4096, 16, is_causal=True)
+    assert "128 queries by 1024 keys at a time, 512 MiB" in _told(64, 1024, 16, is_causal=True)
 
 
 def test_other_platforms_chunk_keys_too():

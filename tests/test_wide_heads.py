@@ -21,8 +21,8 @@ from pallas_fa.backends.hopper.forward.forward import forward
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.problem import normalise
 from tests.cases import Case
+from tests.interpreted_backward import is_right_and_free_of_races
 from tests.lowering import kernels
-from tests.test_backward_kernel import is_right_and_free_of_races
 from tests.test_kernel_interpreted import interpreted, problem_of
 
 BASE = Case(70, 130, dtype="bfloat16", N=2, K=1, H=512, Hv=512, batch=(1,))

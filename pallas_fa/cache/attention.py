@@ -8,7 +8,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa.api import explain_normalised
-from pallas_fa.arguments import Arguments, float_array, with_signature
+from pallas_fa.arguments.arrays import float_array
+from pallas_fa.arguments.keywords import Arguments, with_signature
 from pallas_fa.attention import attend
 from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask

@@ -6,9 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa import masks
-from pallas_fa.arguments import dropout_rate, float_array, window_mask
-from pallas_fa.arguments import mask as checked_mask
-from pallas_fa.arguments import score as checked_score
+from pallas_fa.arguments.arrays import float_array
+from pallas_fa.arguments.dropout import check_dropout_rate
+from pallas_fa.arguments.masks import as_mask, window_mask
+from pallas_fa.arguments.scores import check_score
 from pallas_fa.masks.base import all_of
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.offsets import int_array
@@ -41,7 +42,7 @@ def last_rows(query: Any, sizes: tuple[int, ...], mask: Any, lengths: Any, given
             shown = f" of shape {jnp.shape(given[name])}" if is_array(given[name]) else f"={given[name]!r}"
             raise ValueError(f"{name}{shown} cannot be given here: {why}. Leave it out.")
     rate = given.get("dropout_rate")
-    if rate is not None and dropout_rate(rate) > 0:
+    if rate is not None and check_dropout_rate(rate) > 0:
         raise ValueError(f"dropout_rate={rate!r} cannot be given here: {_DROPOUT}. Leave it out.")
     dims = _dims(float_array("query", query).shape, sizes)
     if lengths is not None:
@@ -55,7 +56,7 @@ def last_rows(query: Any, sizes: tuple[int, ...], mask: Any, lengths: Any, given
     behind = window_mask(dims, rest.pop("local_window_size", None), align="bottom_right")
     alone = dims.T == 1 and lengths is None  # a query that sees all that is there
     causal = None if alone else masks.Causal(align="bottom_right")
-    mask, score = checked_mask(mask), checked_score(rest.get("score"))
+    mask, score = as_mask(mask), check_score(rest.get("score"))
     if score is not None:
         rest["score"] = score.at_end()
     rules: list[masks.Mask | None] = [causal, behind, None if mask is None else mask.at_end()]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa import masks
-from pallas_fa.arguments import float_array
+from pallas_fa.arguments.arrays import float_array
 from pallas_fa.attention import attend
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.arguments import float_array
+from pallas_fa.arguments.arrays import float_array
 from pallas_fa.operands.offsets import as_int32, check_fits, int_array
 from pallas_fa.operands.pytree import as_count, is_array, is_float, names_float
 

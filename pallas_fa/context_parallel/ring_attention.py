@@ -6,7 +6,9 @@ from typing import Literal, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from pallas_fa.arguments import Arguments, refuse_forward_mode, segment_mask, with_signature
+from pallas_fa.arguments.keywords import Arguments, with_signature
+from pallas_fa.arguments.masks import segment_mask
+from pallas_fa.arguments.settings import refuse_forward_mode
 from pallas_fa.context_parallel import checks
 from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_fa.api import dot_product_attention
-from pallas_fa.arguments import Arguments, array, dropout_rate, mask_array, with_signature
+from pallas_fa.arguments.arrays import array
+from pallas_fa.arguments.dropout import check_dropout_rate
+from pallas_fa.arguments.keywords import Arguments, with_signature
+from pallas_fa.arguments.masks import mask_array
 from pallas_fa.masks import Mask
 from pallas_fa.nn.visible_keys import bounded
 from pallas_fa.operands.dims import Dims
@@ -108,7 +111,7 @@ def attention_fn(
 def _set_dropout(arguments: Arguments, rng: Any, deterministic: bool) -> None:
     """Brings the arguments of dropout to those of `dot_product_attention`."""
     rate, key = arguments.get("dropout_rate"), arguments.get("dropout_key")
-    rate = 0.0 if rate is None else dropout_rate(rate)
+    rate = 0.0 if rate is None else check_dropout_rate(rate)
     if as_flag("deterministic", deterministic) or rate == 0:
         arguments["dropout_rate"] = 0.0
         return

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pallas_fa.arguments import array
+from pallas_fa.arguments.arrays import array
 
 
 def module_inputs(**inputs: Any) -> tuple[Any, ...]:

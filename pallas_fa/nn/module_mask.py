@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa import masks
-from pallas_fa.arguments import mask_array, segment_mask, window_mask
+from pallas_fa.arguments.masks import mask_array, segment_mask, window_mask
 from pallas_fa.masks.base import all_of
 from pallas_fa.masks.lengths import bind
 from pallas_fa.nn.attention_fn import refuse_single_query

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
-from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
+from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
@@ -36,7 +36,7 @@ class BackwardCore:
     """
 
     problem: Problem
-    kind: Pass
+    kind: GradientPass
     config: Any
     gpu: Gpu
     interpret: bool = False

@@ -31,22 +31,25 @@ _REDUCTIONS = {
 }
 
 
-def inline(fn: Callable[..., Any], *args: Any) -> Any:
-    """fn(*args), by operations that lower in a kernel; the arrays of `args` are tiles of one shape, and scalars."""
+def inline(fn: Callable[..., Any], *args: Any, precise: bool = False) -> Any:
+    """fn(*args), by operations that lower in a kernel; the arrays of `args` are tiles of one shape, and scalars.
+
+    `precise`: not by functions of the hardware that are too inexact for float32 inputs.
+    """
     program, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    results = _Evaluator(args).run(program, jax.tree.leaves(args))
+    results = _Evaluator(args, precise).run(program, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out_shape), [x for x, _ in results])
 
 
-def inline_times(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+def inline_times(fn: Callable[..., Any], *args: Any, precise: bool = False) -> tuple[Any, float]:
     """(x, factor) whose product is fn(*args), one array: a last multiplication by a number is left to the caller."""
-    (product,) = inline_products(lambda *args: (fn(*args),), *args)
+    (product,) = inline_products(lambda *args: (fn(*args),), *args, precise=precise)
     return product
 
 
-def inline_products(fn: Callable[..., tuple[Any, ...]], *args: Any) -> list[tuple[Any, float]]:
+def inline_products(fn: Callable[..., tuple[Any, ...]], *args: Any, precise: bool = False) -> list[tuple[Any, float]]:
     """As `inline_times`, for each of the arrays that `fn` returns."""
-    results = _Evaluator(args).run(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args))
+    results = _Evaluator(args, precise).run(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args))
     return [product or (x, 1.0) for x, product in results]
 
 
@@ -77,13 +80,14 @@ class _Stack(tuple):
 class _Evaluator:
     """Evaluates jaxprs by operations that lower."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Any, precise: bool):
+        self.rewrites = operations.PRECISE if precise else operations.REWRITES
         self.tile = max((jnp.shape(x) for x in jax.tree.leaves(args)), key=len)
 
-    def run(self, program: Any, args: list[Any], within: str | None = None) -> list[Any]:
+    def run(self, program: Any, args: list[Any], within: tuple[str, ...] = ()) -> list[Any]:
         """Each result with the (value, number) whose product it is, where it is one, else None.
 
-        `within`: the operation whose rewritten form this is; it is not rewritten again.
+        `within`: operations that are not rewritten: the one whose rewritten form this is, and what it needs as it is.
         """
         unknown = sorted({x for x in _operations(program.jaxpr) if not _is_known(x)})
         if unknown:
@@ -141,10 +145,14 @@ class _Evaluator:
             return result if dtype == jnp.bool_ else self._call(lambda x: x.astype(dtype), result)
         if name == "pow" and isinstance(inputs[0], np.generic) and inputs[0] == 2:
             return self._call(lambda y: lax.exp2(y.astype(jnp.float32)), inputs[1])  # at a fraction of the operations
-        if name in operations.REWRITES and name != within and not operations.is_safe(name, inputs):
+        if name in self.rewrites and name not in within and not operations.is_safe(name, inputs):
             chosen = {key: params[key] for key in operations.PARAMETERS.get(name, ())}
-            rewrite = operations.REWRITES[name]
-            return self._call(functools.partial(rewrite, **chosen) if chosen else rewrite, *inputs, within=name)
+            rewrite = self.rewrites[name]
+            return self._call(
+                functools.partial(rewrite, **chosen) if chosen else rewrite,
+                *inputs,
+                within=(name, *operations.AS_THEY_ARE.get(name, ())),
+            )
         if not any(jnp.ndim(x) for x in inputs) and not operations.lowers(name, params, inputs, on_scalars=True):
             inputs = [self._broadcast(x, self.tile) for x in inputs]
         if not operations.lowers(name, params, inputs, on_scalars=not any(jnp.ndim(x) for x in inputs)):
@@ -152,7 +160,7 @@ class _Evaluator:
             raise _DoesNotLowerError(f"the operation {name} of {dtypes} does not lower in a kernel")
         return eqn.primitive.bind(*inputs, **params)
 
-    def _call(self, fn, *inputs, within=None):
+    def _call(self, fn, *inputs, within=()):
         """One result of `fn`."""
         ((result, _),) = self.run(jax.make_jaxpr(fn)(*inputs), list(inputs), within)
         return result

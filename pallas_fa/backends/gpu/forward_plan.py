@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,15 @@ from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
 from pallas_fa.backends.gpu.visit_lists import VisitList
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem
+
+
+class OperandTiles[T](NamedTuple):
+    """How the tiles of each operand lie in shared memory."""
+
+    q: T
+    k: T
+    v: T
+    out: T
 
 
 @dataclasses.dataclass(frozen=True)

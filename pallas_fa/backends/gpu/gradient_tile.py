@@ -45,7 +45,7 @@ class TilePlace(NamedTuple):
 class TileOfLogits:
     """Positions of queries `t` and keys `s`, the score with its arrays for this tile, `allowed`: which pairs are.
 
-    None: not needed in this step, or all pairs allowed.
+    None: not needed in this step, or all pairs allowed. `precise`: see `elementwise.inline`.
     """
 
     at: TilePlace
@@ -53,6 +53,7 @@ class TileOfLogits:
     s: Any = None
     score: Any = None
     allowed: Any = None
+    precise: bool = False
 
     @classmethod
     def of(cls, plan: BackwardCore, at: TilePlace, load: Callable[[int], Any]) -> "TileOfLogits":
@@ -65,8 +66,9 @@ class TileOfLogits:
         streamed = at.streamed + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         t, s = (streamed, stationary) if plan.kind.keys_stationary else (stationary, streamed)
         score, mask = plan.arrays.unflatten([_array(plan, i, at, shape, load) for i in range(len(plan.arrays))])
+        precise = problem.dtype == jnp.float32
         if not at.is_boundary:
-            return cls(at, t, s, score)
+            return cls(at, t, s, score, precise=precise)
         tests = []
         q_tile, kv_tile = (c.width, c.block) if plan.kind.keys_stationary else (c.block, c.width)
         if dims.S % kv_tile:
@@ -80,7 +82,7 @@ class TileOfLogits:
         allowed = None
         for test in tests:
             allowed = test if allowed is None else allowed & test
-        return cls(at, t, s, score, allowed)
+        return cls(at, t, s, score, allowed, precise)
 
     def zero_where_masked(self, x: Any) -> Any:
         """Returns x, with 0 in the places of pairs that are not allowed."""
@@ -98,7 +100,7 @@ class TileOfLogits:
         if self.score is None:
             return x, scale
         apply = lambda x, t, s, score: evaluate(score, _times(x, scale), self.at.b, self.at.n, t, s)
-        return elementwise.inline_times(apply, x, self.t, self.s, self.score)
+        return elementwise.inline_times(apply, x, self.t, self.s, self.score, precise=self.precise)
 
     def pullback(self, x: Any, dy: Any, scale: float) -> tuple[Any, ...]:
         """Returns (d(x * scale), gradients of the score's float arrays), float32 and of the tile's shape.
@@ -112,7 +114,8 @@ class TileOfLogits:
         if not 2.0**-40 < scale < 2.0**40:
             x, scale = x * scale, 1.0
         pullback = lambda x, dy, t, s, score: score_pullback(x, dy, self.at.b, self.at.n, t, s, score, scale)
-        (dx, factor), *gradients = elementwise.inline_products(pullback, x, dy, self.t, self.s, self.score)
+        products = elementwise.inline_products(pullback, x, dy, self.t, self.s, self.score, precise=self.precise)
+        (dx, factor), *gradients = products
         return _times(dx, factor / scale), *(_times(*gradient) for gradient in gradients)
 
 

@@ -32,15 +32,8 @@ def of_operands(problem: Problem, operands: Operands) -> Operands:
 
 
 def of_window(problem: Problem, operands: Operands) -> Operands:
-    """Returns operands of a kernel that gathers rows itself, under a mask without arrays: sinks [B|1, K * 64, 1, 1].
-
-    It holds 64 rows, or a multiple, each of which has the sink of its head.
-    """
-    sinks = operands.sinks
-    if sinks is not None:
-        rows = jnp.tile(sinks.reshape(sinks.shape[0], problem.K, problem.group), 64 // problem.group)
-        sinks = rows.reshape(sinks.shape[0], problem.K * 64, 1, 1)
-    return operands._replace(mask=_of_mask(problem, operands.mask), sinks=sinks)
+    """Returns operands of a kernel that gathers rows itself, under a mask without arrays."""
+    return operands._replace(mask=_of_mask(problem, operands.mask))
 
 
 def of_problem(problem: Problem) -> Problem:

@@ -56,7 +56,7 @@ def logits(
     t, s = at.positions(x.shape)
     if problem.score is not None:
         apply = lambda x, t, s, score: evaluate(score, x * problem.scale, at.b, at.n, t, s)
-        x, factor = elementwise.inline_times(apply, x, t, s, score)
+        x, factor = elementwise.inline_times(apply, x, t, s, score, precise=problem.dtype == jnp.float32)
     x, factor = with_positive_factor(x, factor)
     if is_boundary:
         if plan.has_padding_keys:

@@ -32,7 +32,7 @@ _ARITHMETIC = {
 # By the dtype of the operands, for `select_n` of the cases. The operands are tiles or scalars, of `select_n` tiles only.
 ON_TILES = {
     **_ARITHMETIC,
-    **dict.fromkeys(("cos", "logistic", "round", "rsqrt", "sin", "sqrt", "tanh"), (_F,)),
+    **dict.fromkeys(("cos", "exp2", "logistic", "round", "rsqrt", "sin", "sqrt", "tanh"), (_F,)),
     "abs": (_F, _I),
     **dict.fromkeys(("max", "min", "bitcast_convert_type"), _NUMBERS),
     "clz": _INTEGERS,
@@ -233,3 +233,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "sign": _sign,
     "square": _square,
 }
+# Of float32 inputs, too: what the hardware has with 11 bits, enough for logits of 16-bit inputs.
+PRECISE = REWRITES | {"tanh": floats.tanh}
+# What a rewritten form takes from the hardware.
+AS_THEY_ARE = {"tanh": ("exp2",)}

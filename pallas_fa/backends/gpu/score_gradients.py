@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
-from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.operands.dims import Dims
 from pallas_fa.scores.base import float_leaves
 
@@ -22,7 +22,7 @@ class ScoreGradients:
     added: tuple[int, ...]
 
     @classmethod
-    def of(cls, score: Any, arrays: KernelArrays, kind: Pass) -> "ScoreGradients":
+    def of(cls, score: Any, arrays: KernelArrays, kind: GradientPass) -> "ScoreGradients":
         """Returns which gradients a pass of this kind gives."""
         floats = float_leaves(score)
         # A sum along stationary positions would take all CTAs, so arrays with one value per query are left to the pass that

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from pallas_fa.backends.gpu import schedule, visit_lists
-from pallas_fa.backends.gpu.backward_pass import Pass
+from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.backends.gpu.schedule import Visits
 from pallas_fa.backends.gpu.visit_lists import VisitList
 from pallas_fa.masks.lengths import lengths_of, without_lengths
@@ -34,7 +34,7 @@ class StreamedVisits:
     """
 
     mask: Any
-    kind: Pass
+    kind: GradientPass
     scored: bool
     stationary: int
     streamed: int

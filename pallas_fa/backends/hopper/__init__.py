@@ -13,20 +13,20 @@ from pallas_fa.problem import Operands, Problem, Residuals
 def backend(gpu: Gpu, by_mma: Backend) -> Backend:
     """Returns the record of the kernels for `gpu`, and of those of `by_mma` where they are faster: for some few queries."""
 
-    def leaves(problem: Problem) -> bool:
-        from pallas_fa.backends.hopper.decode.leave import leaves
+    def is_left_to_mma(problem: Problem) -> bool:
+        from pallas_fa.backends.hopper.decode.faster_by_mma import faster_by_mma
 
-        return leaves(problem, by_mma)
+        return faster_by_mma(problem, by_mma)
 
     def answer(problem: Problem) -> Support:
         found = supports(problem, gpu)
-        if found.forward is not None or not leaves(problem):
+        if found.forward is not None or not is_left_to_mma(problem):
             return found
         remark = "; ".join(filter(None, ("few queries by mma.sync", by_mma.supports(problem).remark)))
         return found._replace(remark=remark)
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
-        if leaves(problem):
+        if is_left_to_mma(problem):
             return by_mma.forward(problem, operands)
         if problem.values_in_keys:
             from pallas_fa.backends.hopper.mla.mla import attention

@@ -1,40 +1,10 @@
 """Tiles of the kernels: what `config=` of `dot_product_attention` may name, and what the tables choose from."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
 
 from pallas_fa.backends.gpu.config_types import check_types
 
 
-def _with_former_names[C: type](**former: str) -> Callable[[C], C]:
-    """Returns a decorator for a frozen dataclass whose fields can be given and read by their former names too."""
-
-    def decorate(cls: Any) -> Any:
-        init = cls.__init__
-
-        @functools.wraps(init)
-        def __init__(self, *args, **given):
-            renamed = {former[name]: value for name, value in given.items() if name in former}
-            present = {name: value for name, value in given.items() if name not in former}
-            try:
-                init(self, *args, **(present | renamed))  # `dataclasses.replace` gives the present names as well
-            except (ValueError, TypeError) as error:
-                text = str(error)
-                for name in given.keys() & former.keys():
-                    text = text.replace(f"{former[name]}=", f"{name}=")
-                raise type(error)(text) from None
-
-        cls.__init__ = __init__
-        for name, present in former.items():
-            setattr(cls, name, property(lambda self, present=present: getattr(self, present)))
-        return cls
-
-    return decorate
-
-
-@_with_former_names(head_section="l2_head_group", takes_turns="ping_pong", pairs="q_block_pairs")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Tiles of the forward kernel.
@@ -61,9 +31,6 @@ class ForwardConfig:
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
       grouped_rows: the query heads of a key head are the rows of a query block, and its key blocks are counted from the
         first key that it sees. For windows (evidence: forward/grouped-rows).
-
-    `head_section`, `takes_turns` and `pairs` are former names of `l2_head_group`, `ping_pong` and `q_block_pairs`, which
-    still work.
     """
 
     compute_wgs: int = 2
@@ -109,7 +76,6 @@ class ForwardConfig:
         return {1: (240, 56), 2: (240, 24), 3: (160, 32)}[self.compute_wgs]
 
 
-@_with_former_names(head_section="l2_head_group")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Tiles of one pass of the backward kernel.
@@ -139,8 +105,6 @@ class BackwardConfig:
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
       persistent_ctas: CTAs that process key blocks one after the other, each with the block that follows those of all:
         its loads overlap the block before. 0: a CTA for each block. For passes that hold keys, without `chunk_slots`.
-
-    `head_section` is a former name of `l2_head_group`, which still works.
     """
 
     compute_wgs: int = 2

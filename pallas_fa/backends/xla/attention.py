@@ -25,6 +25,7 @@ from pallas_fa.backends.xla.matmuls import (
     without_padding,
     xp,
 )
+from pallas_fa.backends.xla.visits import loop_over_visited
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
@@ -47,7 +48,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     lengths = lengths_of(mask)
     q = without_padding(problem, operands.q, lengths.q_lengths)
     queries, keys = chunks.split_axes(problem)
-    over_visited = chunks.loop_over_visited(mask, "kv_range", queries, keys)
+    over_visited = loop_over_visited(mask, "kv_range", queries, keys)
 
     def q_step(i, outputs):
         q_i = heads_first(queries.cut(q, i, 1))
@@ -98,7 +99,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     d_out, delta, d_sinks = Cotangents.of(problem, residuals, d_out, d_lse)
     q, k, v = prepare(problem, operands)
     queries, keys = chunks.split_axes(problem)
-    over_visited = chunks.loop_over_visited(mask, "q_range", keys, queries)
+    over_visited = loop_over_visited(mask, "q_range", keys, queries)
 
     def kv_step(j, carry):
         k_j, v_j = (heads_first(keys.cut(x, j, 1)) for x in (k, v))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
+from pallas_fa.backends.xla.visits import hull
 from pallas_fa.masks import Mask
 
 _ALIGNMENT = 64  # of where an interval starts and ends, so that matmuls read whole tiles
@@ -101,7 +101,7 @@ def groups(mask: Mask | None, rows: Chunks, S: int) -> list[Group]:
     everything = [Group(0, count, (Chunks(3, S, S),), None, np.zeros((1, count), np.int32))]
     if mask is None or rows.axis == 1 or S <= 2 * _ALIGNMENT:
         return everything
-    lo, hi = chunks.hull(mask, "kv_range", rows, S)
+    lo, hi = hull(mask, "kv_range", rows, S)
     if isinstance(lo, np.ndarray):
         return _known(lo, hi, S)
     if count == 1 or S < _WORTH_A_CHOICE:

@@ -4,8 +4,8 @@ On GPUs, whole rows of logits, since each pass over logits in memory costs time 
 time, and at most an eighth of all where one sequence has more than 2048 positions and both have more than 128. If that is
 not all of them, a chunk holds
 
-- a few heads, where no mask but an array, no score but a bias and no dropout is in the call: keys and values are then read
-  once;
+- where no mask but an array, no score but a bias and no dropout is in the call, a few heads: keys and values are then read
+  once. Or all logits, up to 4 GiB, where no sequence has more than 2048 positions;
 - else a few queries, which leave out keys that the mask rules out; at least 128 queries, so that at worst a chunk has 128
   logits for each key, head and batch entry, in proportion to the inputs.
 
@@ -32,6 +32,7 @@ from pallas_fa.scores import Bias
 from pallas_fa.scores.base import free
 
 _LOGITS_AT_ONCE = 2**30  # bytes
+_SHORT_LOGITS_AT_ONCE = 2**32
 _SHORT, _FEW = 2048, 128  # positions
 _FEWEST_CHUNKS = 8
 # On CPUs. Decision record: xla/all-at-once-on-cpus.
@@ -46,10 +47,13 @@ def whole_rows(problem: Problem) -> Chunks | None:
     if not _on_gpu() or _needs_chunks_of_keys(problem):
         return None
     count = -(-_bytes(problem, dims.T * dims.S) // _LOGITS_AT_ONCE)
-    if max(dims.T, dims.S) > _SHORT and min(dims.T, dims.S) > _FEW:
+    is_short, same_everywhere = max(dims.T, dims.S) <= _SHORT, _same_everywhere(problem)
+    if is_short and same_everywhere and _bytes(problem, dims.T * dims.S) <= _SHORT_LOGITS_AT_ONCE:
+        count = 1
+    if not is_short and min(dims.T, dims.S) > _FEW:
         count = max(count, _FEWEST_CHUNKS)
     heads = next((n for n in range(count, problem.K + 1) if problem.K % n == 0), None)
-    if count > 1 and heads is not None and _same_everywhere(problem):
+    if count > 1 and heads is not None and same_everywhere:
         return Chunks(1, dims.N, dims.N // heads)
     if count > 1:
         count = max(count, _FEWEST_CHUNKS)  # so that a mask rules out keys for some

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.backends.gpu.float16_range import in_float16_range
+from pallas_fa.backends.float16_range import in_float16_range
 from pallas_fa.backends.xla import chunks, intervals_of_keys
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.cotangents import Cotangents

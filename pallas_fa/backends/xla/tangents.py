@@ -20,6 +20,7 @@ from jax import lax
 from pallas_fa.backends.xla import chunks
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, pv, qk
+from pallas_fa.backends.xla.visits import visited_interval
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.operands import diagonals, varying
 from pallas_fa.problem import Operands, Problem
@@ -69,7 +70,7 @@ def _weighted_sums(problem, operands, lse):
     dropout = operands.dropout
     lengths = lengths_of(mask)
     queries, keys = chunks.split_axes(problem)
-    visited = chunks.visits(mask, "kv_range", queries, keys)
+    visited = visited_interval(mask, "kv_range", queries, keys)
 
     def tile_terms(i, j, operands):
         lse, q, k, v, score = operands

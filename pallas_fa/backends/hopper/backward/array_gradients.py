@@ -11,7 +11,7 @@ from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup, on_first_par
 from pallas_fa.backends.hopper.tma import add_to_gmem, fence_async_proxy
 
 
-def leave(w: Warpgroup, at: TilePlace, by_array: dict[int, Any]) -> None:
+def store_array_gradients(w: Warpgroup, at: TilePlace, by_array: dict[int, Any]) -> None:
     """Stores the tile's gradients of arrays [T, S], by number, or adds them to sums in device memory."""
     order = w.plan.order
     stored = {i: x for i, x in by_array.items() if order.is_stored(i)}

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.backends.float16_range import DsScale
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.float16_range import OfDs
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
@@ -61,8 +61,8 @@ def backward(
     neg_lse, delta, d_sinks = row_statistics(
         problem, residuals, products.row_sums(problem, residuals.out, d_out), d_lse, factor
     )
-    in_range = OfDs.of(problem, residuals, d_out, d_lse)
-    delta = in_range.scaled(delta)
+    ds_scale = DsScale.of(problem, residuals, d_out, d_lse)
+    delta = ds_scale.scaled(delta)
     # XLA would make the zeros that sums start at for all layers of a model at once, and keep them
     # (evidence: training/dq-sums-wait-for-the-gradient).
     zero, neg_lse = lax.optimization_barrier((jnp.float32(0), neg_lse))
@@ -71,18 +71,18 @@ def backward(
     operands = operands._replace(q=q, k=k, v=v)
     found = {}
     for plan in plans:
-        found |= _run(plan, operands, d_out, neg_lse, delta, in_range, zero)
+        found |= _run(plan, operands, d_out, neg_lse, delta, ds_scale, zero)
     count = len(float_arrays(operands.score))
-    of_arrays = (in_range.restored(found[i]) for i in range(count))
+    of_arrays = (ds_scale.restored(found[i]) for i in range(count))
     return found["dq"], found["dk"], found["dv"], *of_arrays, *d_sinks
 
 
 def _run(
-    plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any, in_range: OfDs, zero: Any
+    plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta: Any, ds_scale: DsScale, zero: Any
 ) -> dict[Any, Any]:
     """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays.
 
-    `operands`: q, k and v as the kernel reads them. `in_range`: by what dS is scaled, and the arrays' gradients with it.
+    `operands`: q, k and v as the kernel reads them. `ds_scale`: by what dS is scaled, and the arrays' gradients with it.
     `zero`: where sums and counters in device memory start.
     """
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
@@ -105,7 +105,7 @@ def _run(
         neg_lse,
         delta,
         *plan.in_memory(operands),
-        *([in_range.factors] if plan.scales_ds else []),
+        *([ds_scale.factors] if plan.scales_ds else []),
         *added,
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and dq.is_result else ()),
@@ -122,7 +122,7 @@ def _run(
     if dq:
         sums = (results if dq.is_result else added).pop(0)
         claims = added.pop(0) if dq.first_store else None
-        found["dq"] = sums if dq.is_final else _dq(plan, dq, in_range.restored(sums), claims)
+        found["dq"] = sums if dq.is_final else _dq(plan, dq, ds_scale.restored(sums), claims)
     del added[: len(claims_shapes)]
     count = len(plan.kind.stored)
     of_arrays |= dict(zip(of_arrays, added, strict=True))

@@ -2,8 +2,8 @@
 
 import jax
 
-from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
@@ -14,7 +14,7 @@ from pallas_fa.masks.lengths import Lengths, without_lengths
 from pallas_fa.problem import Problem
 
 
-def choose_passes(problem: Problem, gpu: Gpu) -> tuple[Pass, ...]:
+def choose_passes(problem: Problem, gpu: Gpu) -> tuple[GradientPass, ...]:
     """Returns the passes that give all gradients: those with sums of dQ where their tiles fit shared memory."""
     fused = passes_with_sums(problem)
     if fused and all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in fused):
@@ -22,12 +22,12 @@ def choose_passes(problem: Problem, gpu: Gpu) -> tuple[Pass, ...]:
     return passes(problem)
 
 
-def choose(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) -> BackwardPlan:
+def choose(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = False) -> BackwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     return first_that_fits(candidates(problem, kind, gpu, interpret), on_gpu, gpu)
 
 
-def candidates(problem: Problem, kind: Pass, gpu: Gpu, interpret: bool = False) -> list[BackwardPlan]:
+def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = False) -> list[BackwardPlan]:
     """Returns a plan for each configuration whose warpgroups can share the work, the best first."""
     round_up = lambda dim: -(-dim // 64) * 64
     facts = BackwardFacts(

@@ -10,7 +10,7 @@ class Refs(NamedTuple):
 
     `arrays`: of score and mask. `visit_table`: None where visits are known while tracing, and a function where they follow
     from sequence lengths (see `StreamedVisits.of_part`). `dropout`: that of every head, or None. `ds_factors`: those
-    of `float16_range.OfDs`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of
+    of `float16_range.DsScale`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of
     `dq_sums` (see `first_store`), `array_claims` for each of `Order.ordered_sums`. Of `added`, gradients that are not
     shared are stored.
     """

@@ -6,8 +6,8 @@ import functools
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
-from pallas_fa.backends.gpu.backward_pass import Pass
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
@@ -22,7 +22,7 @@ class Order:
     """The order of one pass, from what its plan holds."""
 
     problem: Problem
-    kind: Pass
+    kind: GradientPass
     config: BackwardConfig
     arrays: KernelArrays
     score_gradients: ScoreGradients

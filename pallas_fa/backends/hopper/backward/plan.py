@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.gradient_pass import ByRole, GradientPass
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import DqSums
@@ -22,27 +22,27 @@ from pallas_fa.problem import Problem
 SUM_COLUMNS = 64  # of a tile's gradients of arrays that are staged at once, to be added up
 
 
-def passes(problem: Problem) -> tuple[Pass, ...]:
+def passes(problem: Problem) -> tuple[GradientPass, ...]:
     """Returns the passes over the logits that give all gradients, whatever arrays mask and score have.
 
     One pass takes five matmuls, but it adds dQ up in no fixed order and can't sum gradients of arrays over keys. Two take
     seven. Three take eight, which is what fits registers at head dims past 128 (evidence: backward/one-fused-kernel).
     """
     if max(problem.H, problem.Hv) > 128:
-        return Pass(("dv",)), Pass(("dk",)), Pass(("dq",))
+        return GradientPass(("dv",)), GradientPass(("dk",)), GradientPass(("dq",))
     if has_per_query_gradients(problem) or problem.deterministic_gradients:
-        return Pass(("dk", "dv")), Pass(("dq",))
-    return (Pass(("dk", "dv", "dq")),)
+        return GradientPass(("dk", "dv")), GradientPass(("dq",))
+    return (GradientPass(("dk", "dv", "dq")),)
 
 
-def passes_with_sums(problem: Problem) -> tuple[Pass, ...] | None:
+def passes_with_sums(problem: Problem) -> tuple[GradientPass, ...] | None:
     """Returns two passes that take six matmuls where head dims past 128 leave registers for them; None elsewhere.
 
     The pass for dK adds dQ up as the single one does, in no fixed order (evidence: backward/two-passes-at-192).
     """
     leaves_registers = 128 < problem.H <= 192 and problem.Hv <= 128
     ordered = has_per_query_gradients(problem) or problem.deterministic_gradients
-    return (Pass(("dv",)), Pass(("dk", "dq"))) if leaves_registers and not ordered else None
+    return (GradientPass(("dv",)), GradientPass(("dk", "dq"))) if leaves_registers and not ordered else None
 
 
 class Padding(NamedTuple):
@@ -99,7 +99,7 @@ class BackwardPlan(BackwardCore):
 
     @property
     def scales_ds(self) -> bool:
-        """Whether dS may pass the largest number of its dtype, and is computed as a multiple (see `float16_range.OfDs`)."""
+        """Whether dS may pass the largest number of its dtype, and is scaled (see `float16_range.DsScale`)."""
         return self.problem.dtype == jnp.float16 and self.kind.accumulates_qk
 
     @property

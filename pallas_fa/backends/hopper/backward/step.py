@@ -12,7 +12,7 @@ from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.hopper.backward import chunks
-from pallas_fa.backends.hopper.backward.array_gradients import leave
+from pallas_fa.backends.hopper.backward.array_gradients import store_array_gradients
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
 from pallas_fa.backends.hopper.backward.probabilities import probabilities
@@ -41,7 +41,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     p, ds, sums, gradients = probabilities(w, at, rows, slots, sums)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-        leave(w, at, gradients)
+        store_array_gradients(w, at, gradients)
         issued = wgmma.weighted_sums(accs.qk, ds, streamed_qk)
         wgmma.wait(issued)
         w.release_pv(slots)
@@ -54,7 +54,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     dv_first = dv_first or bool(gradients)
     if dv_first:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
-    leave(w, at, gradients)
+    store_array_gradients(w, at, gradients)
     for smem, part in zip(ds_smem, ds, strict=True):
         smem[rows] = part
     if not dv_first:
@@ -85,7 +85,7 @@ def _step_of_chunks(w, at, done, sums, accs):
         if of_operand:
             first = again(w.first_chunk(of_operand))
             wgmma.weighted_sums(of_operand, weights, getattr(w, f"streamed_{name}").at[slot], first)
-    leave(w, at, gradients)
+    store_array_gradients(w, at, gradients)
     wgmma.wait(0)
     (w.release_pv if plan.in_ring == "qk" else w.release_qk)(slots)
     return sums

@@ -45,16 +45,12 @@ class Compute:
         if plan.problem.dropout is not None:
             self.dropout = HeadDropout.load(plan.problem.dropout, gmem.dropout, block.b, block.n, plan.interpret)
         # Read long before the epilogue: the compiler lets the last P V wait for it there (evidence: forward/sinks).
-        sinks, self.sink = gmem.sinks, None
-        if sinks is not None and not plan.sink_rows:
-            self.sink = sinks[block.b if sinks.shape[0] > 1 else 0, block.n]
+        self.sink = None if gmem.sinks is None else self._load_sink()
 
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
         plan, steps, end = self.plan, self.steps, self.block_steps.end
         plgpu.barrier_wait(self.scratch["q_ready"])
-        if plan.sink_rows:
-            self.sink = plgpu.load(self.scratch["sinks_smem"], layout=TILE.reduce(1))
         if plan.skips_steps:
             pl.loop(0, steps.first)(self._skip)
             pl.when(steps.first < steps.end)(self._attend)
@@ -63,6 +59,20 @@ class Compute:
         else:
             self._attend()
         return end, work.array_steps(plan, self.block_steps, end)
+
+    def _load_sink(self):
+        """Returns the sink of the head; where rows are of several heads, those of the rows."""
+        sinks, group = self.gmem.sinks, self.plan.group
+        of_head = lambda i: sinks[self.block.b if sinks.shape[0] > 1 else 0, self.block.n * group + i]
+        if group == 1:
+            return of_head(0)
+        # Row i is of head i % group. A table of rows would be one more kernel before this one (evidence: forward/sinks).
+        per_row = TILE.reduce(1)
+        head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=per_row), jnp.int32(group))
+        sink = plgpu.layout_cast(jnp.full((64,), of_head(0), jnp.float32), per_row)
+        for i in range(1, group):
+            sink = jnp.where(head == i, of_head(i), sink)
+        return sink
 
     def _slot(self, i):
         return lax.rem(jnp.asarray(self.block.done + i, jnp.int32), self.plan.config.stages)

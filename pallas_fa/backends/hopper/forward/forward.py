@@ -85,8 +85,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
 class _Refs(NamedTuple):
     """Device memory.
 
-    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N], of grouped rows
-    [B|1, K * 64]; `dropout`: see there; `page_table`: None where keys and values are not in pages.
+    `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
+    `page_table`: None where keys and values are not in pages.
     """
 
     q: Any

@@ -127,10 +127,6 @@ class Load:
                 source = self.gmem.arrays[a].at[(*plan.arrays[a].index(block.b, block.n), rows)]
                 plgpu.copy_gmem_to_smem(source, self.scratch[f"array{a}_smem"].at[wg], ready)
 
-        if plan.sink_rows:
-            sinks = self.gmem.sinks.at[block.b if self.gmem.sinks.shape[0] > 1 else 0, pl.ds(block.n * 64, 64)]
-            plgpu.copy_gmem_to_smem(sinks, self.scratch["sinks_smem"], ready)
-
     def _rows(self, wg):
         # For front padding other rows are loaded: the barriers count on it.
         return pl.ds(self.plan.blocks.present(self.block.t0 + wg * 64), 64)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.backends.gpu.forward_plan import ForwardCore
+from pallas_fa.backends.gpu.forward_plan import ForwardCore, OperandTiles
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
@@ -25,15 +25,6 @@ class ValueRows(NamedTuple):
     first: int
     count: int
     tiles: Tiles
-
-
-class OperandTiles(NamedTuple):
-    """How the tiles of each operand lie in shared memory."""
-
-    q: Tiles
-    k: Tiles
-    v: Tiles
-    out: Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +56,7 @@ class ForwardPlan(ForwardCore):
         return self.tiles.k.chunks if self.wide else 1
 
     @functools.cached_property
-    def tiles(self) -> OperandTiles:
+    def tiles(self) -> OperandTiles[Tiles]:
         """The tiles of the operands."""
         problem, (T, S) = self.problem, (self.problem.dims.T, self.problem.dims.S)
         shapes = (T, problem.H), (S, problem.H), (S, problem.Hv), (T, problem.Hv)
@@ -146,11 +137,6 @@ class ForwardPlan(ForwardCore):
             dims, mask = self.problem.dims, self.problem.mask
             return mask is None or mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
         return super().has_padding_keys or self.config.kv_splits > 1
-
-    @property
-    def sink_rows(self) -> bool:
-        """Whether rows have sinks of their own, which are loaded with the queries."""
-        return self.group > 1 and self.problem.sinks is not None
 
     @functools.cached_property
     def single_step(self) -> bool:

@@ -50,14 +50,11 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
-    of_warpgroups = c.compute_wgs * (plan.tiles.q.arrivals(64) + len(columns))
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=of_warpgroups + plan.sink_rows)
+    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.arrivals(64) + len(columns)))
     if plan.out_over_q:
         scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:
         scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
-    if plan.sink_rows:
-        scratch["sinks_smem"] = plgpu.SMEM((64,), jnp.float32)  # the same for all warpgroups
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
         scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)

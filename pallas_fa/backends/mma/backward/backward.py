@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.float16_range import in_float16_range
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.elementwise import LOG2E
-from pallas_fa.backends.gpu.float16_range import in_float16_range
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch

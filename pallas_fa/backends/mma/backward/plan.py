@@ -4,8 +4,8 @@ import dataclasses
 import functools
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
-from pallas_fa.backends.gpu.backward_pass import ByRole, Pass
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
+from pallas_fa.backends.gpu.gradient_pass import ByRole, GradientPass
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.mma.config import BackwardConfig
@@ -13,15 +13,15 @@ from pallas_fa.backends.mma.tiles import Tiles
 from pallas_fa.problem import Problem
 
 
-def passes(problem: Problem) -> tuple[Pass, ...]:
+def passes(problem: Problem) -> tuple[GradientPass, ...]:
     """Returns the passes over the logits that give all gradients.
 
     None adds dQ up in device memory, which is slower than to compute the logits again. At head dims past 128 the sums of
     one gradient fill the registers.
     """
     if max(problem.H, problem.Hv) > 128:
-        return Pass(("dv",)), Pass(("dk",)), Pass(("dq",))
-    return Pass(("dk", "dv")), Pass(("dq",))
+        return GradientPass(("dv",)), GradientPass(("dk",)), GradientPass(("dq",))
+    return GradientPass(("dk", "dv")), GradientPass(("dq",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,22 +2,12 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
-from pallas_fa.backends.gpu.forward_plan import ForwardCore
+from pallas_fa.backends.gpu.forward_plan import ForwardCore, OperandTiles
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.mma.config import ForwardConfig
 from pallas_fa.backends.mma.tiles import Tiles
-
-
-class OperandTiles(NamedTuple):
-    """How the tiles of each operand lie in shared memory."""
-
-    q: Tiles
-    k: Tiles
-    v: Tiles
-    out: Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +22,7 @@ class ForwardPlan(ForwardCore):
         return super().arrays.widened() if self.config.block_kv == 16 else super().arrays
 
     @functools.cached_property
-    def tiles(self) -> OperandTiles:
+    def tiles(self) -> OperandTiles[Tiles]:
         """The tiles of the operands."""
         problem, c = self.problem, self.config
         queries, keys = (problem.dims.T, c.block_q), (problem.dims.S, c.block_kv)

@@ -1,6 +1,6 @@
 """Arguments of flash-attn, PyTorch, FlexAttention, Flax and JAX's TPU kernels, and what to write here."""
 
-ELSEWHERE = {
+INSTEAD = {
     **dict.fromkeys(("softmax_scale", "sm_scale"), "Pass scale=."),
     "causal": "Pass is_causal=True; where T and S differ, flash-attn's is mask=pallas_fa.masks.Causal('bottom_right').",
     "window_size": "Pass local_window_size=, with None for -1; where T and S differ, flash-attn's is"

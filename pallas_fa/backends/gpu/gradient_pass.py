@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class ByRole(NamedTuple):
-    """Something of each operand (an array, its tiles), by the roles that `Pass` describes."""
+    """Something of each operand (an array, its tiles), by the roles that `GradientPass` describes."""
 
     stationary_qk: Any
     stationary_pv: Any
@@ -14,7 +14,7 @@ class ByRole(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class GradientPass:
     """One kernel that computes all logits again, and the gradients that it gives, among "dq", "dk" and "dv".
 
     A CTA holds a block of one sequence, the stationary one, and loops over tiles of the other, the streamed one. Keys are

@@ -11,8 +11,8 @@ _LEAST_PAGE = 64  # smaller pages come faster by TMA
 
 
 @functools.lru_cache(maxsize=256)
-def leaves(problem: Problem, other: Backend) -> bool:
-    """Whether `other`, the kernels by mma.sync, are at least as fast as Hopper's (evidence: decode/mma-on-hopper).
+def faster_by_mma(problem: Problem, by_mma: Backend) -> bool:
+    """Returns whether the kernels by mma.sync are at least as fast as Hopper's (evidence: decode/mma-on-hopper).
 
     Not for tiles that the call names, which are Hopper's.
     """
@@ -22,4 +22,4 @@ def leaves(problem: Problem, other: Backend) -> bool:
         return False
     if problem.pages is not None and problem.pages.size < _LEAST_PAGE:
         return False
-    return problem.dims.T * group_of(problem) <= _MOST_ROWS and other.supports(problem).forward is None
+    return problem.dims.T * group_of(problem) <= _MOST_ROWS and by_mma.supports(problem).forward is None

@@ -4,7 +4,7 @@ dS = P (dP - delta) is rounded to the dtype of the inputs, as an operand of dQ =
 in their cotangents. So a power of two that keeps dS in range multiplies these, and divides the gradients. It is 1 where a
 bound of dS is in range, and the gradients are bit for bit what they would be without it.
 
-`in_float16_range` does so around a backward, in passes over arrays. The kernels for Hopper need none of these (`OfDs`): they
+`in_float16_range` does so around a backward, in passes over arrays. The kernels for Hopper take a `DsScale` instead: they
 scale the factor of dP = dO V^T that a CTA holds, and gradients where they are multiplied by the scale of the logits anyway
 (evidence: backward/float16-range).
 """
@@ -31,15 +31,15 @@ def in_float16_range(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
     def run(
         problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, *args: Any, **options: Any
     ) -> tuple[Any, ...]:
-        in_range = OfDs.of(problem, residuals, d_out, d_lse)
-        gradients = backward(problem, residuals, in_range.scaled(d_out), in_range.scaled(d_lse), *args, **options)
-        return tuple(in_range.restored(x) for x in gradients)
+        ds_scale = DsScale.of(problem, residuals, d_out, d_lse)
+        gradients = backward(problem, residuals, ds_scale.scaled(d_out), ds_scale.scaled(d_lse), *args, **options)
+        return tuple(ds_scale.restored(x) for x in gradients)
 
     return run
 
 
-class OfDs(NamedTuple):
-    """What keeps dS in range where it is computed: a power of two of it is rounded.
+class DsScale(NamedTuple):
+    """The power of two that multiplies dS, so that it is in range where it is rounded.
 
     `factors`: float32 [2], that power and its inverse, as a kernel reads them; None where nothing is scaled.
     """
@@ -47,8 +47,8 @@ class OfDs(NamedTuple):
     factors: Any = None
 
     @classmethod
-    def of(cls, problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> "OfDs":
-        """Returns it for the cotangents `d_out` and `d_lse`."""
+    def of(cls, problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> "DsScale":
+        """Returns the scale for the cotangents `d_out` and `d_lse`."""
         if problem.dtype != jnp.float16:
             return cls()
         exponent = _exponent(problem, residuals, d_out, d_lse)

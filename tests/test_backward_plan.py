@@ -1,0 +1,77 @@
+"""What is static in a backward kernel: its passes, the order of its tiles, its configurations."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pallas_fa.backends.hopper.backward.choose import choose
+from pallas_fa.backends.hopper.backward.plan import passes
+from pallas_fa.backends.hopper.config import BackwardConfig, ForwardConfig
+from tests.interpreted_backward import CASES, GPU, WIDE, problem_of
+
+
+def test_by_tile_only_where_sections_fill_the_gpu_once():
+    def goes(S, **changes):
+        case = dataclasses.replace(WIDE, T=S, S=S, **(dict(batch=(2,), N=64, K=8, mask="causal") | changes))
+        problem, _ = problem_of(case, {})
+        return choose(problem, passes(problem)[0], GPU).order.by_tile
+
+    assert goes(1024)
+    assert goes(4096)
+    assert not goes(4096, N=16), "two query heads of a key head"
+    assert not goes(4096, mask="full")
+    assert not goes(4096, mask="segments")
+    assert not goes(4096, score="alibi"), "a slope would have to be read in each step"
+    assert not goes(3072), "24 blocks of 16 heads are not a multiple of what fills 132"
+    assert not goes(16384), "a head fills the GPU alone"
+
+
+@pytest.mark.parametrize(("mask", "N", "warps"), [("full", 1, 1), ("causal", 1, 2), ("causal", 8, 1)])
+def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warps):
+    problem, _ = problem_of(dataclasses.replace(WIDE, T=256, S=256, mask=mask, N=N), {})
+    plan = choose(problem, passes(problem)[0], GPU)
+    assert plan.config.store_warps == 2
+    assert plan.order.store_warps == warps
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "sits out" in name])
+def test_a_warpgroup_sits_out_what_only_the_other_visits(name):
+    problem, operands = problem_of(*CASES[name])
+    plan = choose(problem, passes(problem)[0], GPU, interpret=True)
+    table = np.asarray(plan.visits.table(operands.mask))
+    first, last = (table[..., i].reshape(*table.shape[:2], plan.visits.blocks, -1) for i in (0, 3))
+    assert first.shape[-1] == 2
+    assert ((first.max(-1) > first.min(-1)) | (last.max(-1) > last.min(-1))).any()
+
+
+def test_a_share_without_visits_does_not_stretch_its_blocks():
+    """A dense band of keys of which every second 64 are nobody's."""
+    T = 1024
+    t, s = np.arange(T)[:, None], np.arange(T)
+    band = (abs(t - s) < 128) & (s // 64 % 2 == 0)
+    problem, operands = problem_of(dataclasses.replace(WIDE, T=T, S=T), {"mask": band})
+    plan = choose(problem, passes(problem)[0], GPU, interpret=True)
+    table = np.asarray(plan.visits.table(operands.mask)).reshape(plan.visits.blocks, 2, 4)
+    assert (table[:, 1, 0] == table[:, 1, 3]).all()
+    visited = table[..., 3].max(1) - table[..., 0].min(1)
+    assert (visited == table[:, 0, 3] - table[:, 0, 0]).all()
+    assert (visited > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*((name, 0) for name in ("compute_wgs", "width", "ds_stages", "l2_head_group", "store_warps")), ("stagger", -1)],
+)
+def test_a_wrong_configuration_says_why(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        BackwardConfig(**{field: value})
+
+
+@pytest.mark.parametrize("config", [ForwardConfig(n) for n in (1, 2, 3)] + [BackwardConfig(n) for n in (1, 2)], ids=str)
+def test_every_number_of_warpgroups_has_registers(config):
+    """What the warpgroups set for themselves fits what a CTA has at its launch: 64K registers, alike for all threads."""
+    compute, other = config.registers
+    assert compute % 8 == other % 8 == 0 and 24 <= other <= compute <= 255
+    at_launch = min(65536 // (128 * (config.compute_wgs + 1)) // 8 * 8, 248)
+    assert config.compute_wgs * compute + other <= (config.compute_wgs + 1) * at_launch

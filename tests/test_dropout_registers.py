@@ -1,0 +1,169 @@
+"""Dropout in the kernels: what a thread does with its registers, and where the tiles of a shard start."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import pallas_fa
+from pallas_fa.softmax.dropout import Dropout
+from tests.lowering import kernels
+
+
+class _Words:
+    """`arith`, `llvm` and `vector` on NumPy arrays that hold a value for each thread of a warpgroup."""
+
+    class CmpIPredicate:
+        ne = None
+
+    addi = staticmethod(lambda a, b: (a + b) % 2**32)
+    xori = staticmethod(lambda a, b: a ^ b)
+    andi = staticmethod(lambda a, b: a & b)
+    ori = staticmethod(lambda a, b: a | b)
+    mului_extended = staticmethod(lambda a, b: (a * b % 2**32, a * b // 2**32))
+    cmpi = staticmethod(lambda predicate, a, b: a != b)
+    select = staticmethod(np.where)
+    constant = staticmethod(lambda type, x: x)
+    bitcast = staticmethod(lambda type, x: x.astype(np.uint32).view(np.int16))
+    from_elements = staticmethod(lambda type, elements: np.stack(elements, -1))
+    extract = staticmethod(lambda x, dynamic_position, static_position: x[..., static_position[0]])
+
+    @staticmethod
+    def inline_asm(type, operands, text, constraints, has_side_effects):
+        words = [np.asarray(x, np.uint64).astype(np.uint32) for x in operands]
+        if text.startswith("shfl"):  # the threads in order of what their numbers become
+            return operands[0][np.arange(128) ^ int(re.search(r"\$1, (\d+)", text)[1])]  # type: ignore[index]
+        if text.startswith("prmt"):
+            x, y, which = np.broadcast_arrays(*words)
+            of_both = np.stack([x, y], -1).view(np.uint8)
+            places = np.stack([which >> 4 * i & 0xF for i in range(4)], -1).astype(int)
+            return np.take_along_axis(of_both, places, -1).view(np.uint32)[..., 0].astype(np.uint64)
+        # The low 15 bits of each half as a float16 number, as abs.f16x2 and set.f16x2 have it.
+        word, bound = (x[..., None].view(np.uint16) for x in words)
+        x, bound = abs(word.view(np.float16)), bound.view(np.float16)
+        found = {"geu": ~(x < bound), "lt.": x < bound}[text.split("set.")[1][:3]]
+        return np.where(found, 0xFFFF, 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
+
+
+def in_numpy(monkeypatch):
+    """Returns the module of random bits in the kernels, whose operations on registers are now those of `_Words`."""
+    from pallas_fa.backends.gpu import dropout_bits as kernel
+
+    for name in ("arith", "llvm", "vector"):
+        monkeypatch.setattr(kernel, name, _Words)
+    monkeypatch.setattr(kernel, "_word", lambda x: np.uint64(x % 2**32))
+    types = dict(F32Type=None, VectorType=None, IntegerType=SimpleNamespace(get_signless=lambda bits: None))
+    types |= {name: SimpleNamespace(get=lambda *args: None) for name in ("F32Type", "VectorType")}
+    monkeypatch.setattr(kernel, "ir", SimpleNamespace(FloatAttr=SimpleNamespace(get=lambda type, x: x), **types))
+    monkeypatch.setattr(kernel, "mgpu", SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers))
+    return kernel
+
+
+@pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7FFF))
+def test_two_decisions_at_once(threshold, monkeypatch):
+    """By a comparison of float16 numbers, among which are denormal ones, infinity and NaN."""
+    bits = np.arange(2**16, dtype=np.uint64)
+    words = bits << np.uint64(16) | bits[::-1]
+    found = in_numpy(monkeypatch)._at_least(words, threshold)
+    wanted = np.where((bits & 0x7FFF) >= threshold, 0xFFFF, 0).astype(np.uint64)
+    np.testing.assert_array_equal(found, wanted << np.uint64(16) | wanted[::-1])
+
+
+@pytest.mark.parametrize("threshold", (10000, 0x7C80))
+@pytest.mark.parametrize(("keys_by_queries", "rounded"), ((False, False), (True, False), (False, True)))
+def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, threshold, monkeypatch):
+    """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
+    shape, seeds, first = (64, 144), (0x12345678, 0x9ABCDEF0), np.uint64(48)
+    kernel, thread = in_numpy(monkeypatch), np.arange(128, dtype=np.uint64)
+    row = lambda half: 16 * (thread // 32) + thread % 32 // 4 + 8 * half  # of the layout of wgmma's results
+    column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2, dtype=np.uint64)
+    x = np.random.default_rng(0).random(shape)
+
+    def registers(shape, contents):
+        array = np.empty(len(contents), object)
+        for i, values in enumerate(contents):
+            array[i] = Register(values)
+        return SimpleNamespace(registers=array.reshape(shape), shape=x.shape, layout=None)
+
+    class Register(np.ndarray):
+        type = None
+
+        def __new__(cls, x):
+            return np.asarray(x).view(cls)
+
+    places = [(tile, half) for tile in range(shape[1] // 8) for half in range(2)]
+    tiled = registers(
+        (1, shape[1] // 8, 1, 1, 2), [x[row(h)[:, None].astype(int), column(tile).astype(int)] for tile, h in places]
+    )
+    rows = registers((1, 1, 2), [first + row(h)[:, None] for h in range(2)])
+    columns = registers((shape[1] // 8, 1, 1), [column(tile) for tile in range(shape[1] // 8)])
+    key, offset = (np.uint64(x) for x in seeds)
+    draw = kernel.Draw(shape, keys_by_queries, threshold)
+    run = draw.random if rounded else draw.decisions
+    found = run(None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset}))
+    words = [SimpleNamespace(registers=word) for word in found]
+    if rounded:
+        masks = draw.masks(None, *words).reshape(-1)
+        found = [np.where(mask, x, 0) for mask, x in zip(masks, tiled.registers.reshape(-1), strict=True)]
+        assert {int(bits) for mask in masks for bits in np.unique(mask)} == {0, -1}
+    else:
+        assert len(words) == 3  # bits of 72 elements
+        found = draw.select(None, tiled, *words).reshape(-1)
+
+    r, c = first + np.arange(shape[0]), np.arange(shape[1])
+    t, s = (c[:, None], r[None]) if keys_by_queries else (r[:, None], c[None])
+    keeps = np.asarray(
+        Dropout(tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in seeds), threshold).keeps(t, s)[0, 0]
+    )
+    want = np.where(keeps.T if keys_by_queries else keeps, x, 0)
+    for (tile, h), got in zip(places, found, strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(got, np.float64), want[row(h)[:, None].astype(int), column(tile).astype(int)]
+        )
+
+
+@pytest.mark.parametrize("rows", (32, 24))
+def test_where_a_shard_starts(rows):
+    """The kernels share calls of the generator only where shards start at multiples of 16."""
+    from pallas_fa.operands.part import Part
+    from pallas_fa.problem import normalise
+
+    x = jnp.ones((1, rows, 2, 64), jnp.bfloat16)
+    _, operands = normalise(x, x, x, dropout_rate=0.1, dropout_key=jax.random.key(0))
+    moved = operands.dropout.moved(Part((0, 0, jnp.int32(3) * rows, 32), (1, 2, rows, rows)))
+    assert moved.aligned == (rows == 32)
+    np.testing.assert_array_equal(moved.first_query, 3 * rows)
+    assert moved.first_key == 32
+
+
+@pytest.mark.parametrize(
+    ("T", "placement", "count"),
+    (
+        pytest.param(512, "contiguous", 2, marks=pytest.mark.full),
+        pytest.param(512, "zigzag", 8, marks=pytest.mark.full),
+        (96, "contiguous", 2),
+    ),
+)
+def test_the_kernels_of_a_ring_lower(T, placement, count):
+    """Also where shards start at no multiple of 16."""
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x = jnp.ones((1, T, 2, 64), jnp.bfloat16)
+
+    def loss(q, key):
+        attend = functools.partial(
+            pallas_fa.context_parallel.ring_attention, axis_name="ring", placement=placement, is_causal=True,
+            dropout_rate=0.1, implementation=("mosaic_gpu", "xla"),
+        )  # fmt: skip
+        run = jax.shard_map(
+            lambda q, key: attend(q, q, q, dropout_key=key),
+            mesh=mesh, in_specs=(P(None, "ring"), P()), out_specs=P(None, "ring"),
+        )  # fmt: skip
+        return jnp.sum(run(q, key).astype(jnp.float32))
+
+    assert kernels(jax.grad(loss), x, jax.random.key(0)) == count
