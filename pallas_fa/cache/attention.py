@@ -181,8 +181,8 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
         )
     shape = tuple(query.shape)
     if query.ndim != 4:
-        remedies = {3: "If it is [B, N, H], one query of each sequence, pass query[:, None]."}
-        remedy = remedies.get(query.ndim, "Reshape it; pages belong to sequences of one batch dim.")
+        one_query = "If it is [B, N, H], one query of each sequence, pass query[:, None]."
+        remedy = one_query if query.ndim == 3 else "Reshape it: pages belong to sequences of one batch dim."
         raise ValueError(f"query.shape={shape} must be [B, T, N, H]. {remedy}")
     if shape[-1] != key_pages.shape[-1]:
         raise ValueError(
