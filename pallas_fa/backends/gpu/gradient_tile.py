@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
 from pallas_fa.backends.gpu.dropout import HeadDropout, Kept
-from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.gpu.layouts import indices
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
@@ -62,8 +61,10 @@ class TileOfLogits:
         if problem.score is None and not at.is_boundary:
             return cls(at)
         shape = c.rows, c.width
-        stationary = at.stationary + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
-        streamed = at.streamed + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
+        stationary, streamed = (
+            at.stationary + indices(shape, 0, plan.interpret),
+            at.streamed + indices(shape, 1, plan.interpret),
+        )
         t, s = (streamed, stationary) if plan.kind.keys_stationary else (stationary, streamed)
         score, mask = plan.arrays.unflatten([_array(plan, i, at, shape, load) for i in range(len(plan.arrays))])
         precise = problem.dtype == jnp.float32

@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
-from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.gpu.layouts import indices
 from pallas_fa.backends.gpu.online_softmax import with_positive_factor
 from pallas_fa.scores.base import evaluate
 
@@ -27,9 +26,9 @@ class Place(NamedTuple):
     s0: Any
     queries: int | None = None
 
-    def positions(self, shape: tuple[int, int]) -> tuple[Any, Any]:
+    def positions(self, shape: tuple[int, int], interpret: bool) -> tuple[Any, Any]:
         """Returns (query, key) of each element of a tile of `shape`."""
-        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1))
+        row, column = (indices(shape, axis, interpret) for axis in (0, 1))
         if self.queries is not None and self.queries < shape[0]:
             of_block = lax.div(row, jnp.full_like(row, self.queries))
             row, column = row - of_block * self.queries, column + of_block * shape[1]
@@ -53,7 +52,7 @@ def logits(
     if problem.score is None and not is_boundary:
         return with_positive_factor(x, factor)
     score, mask = load()
-    t, s = at.positions(x.shape)
+    t, s = at.positions(x.shape, plan.interpret)
     if problem.score is not None:
         apply = lambda x, t, s, score: evaluate(score, x * problem.scale, at.b, at.n, t, s)
         x, factor = elementwise.inline_times(apply, x, t, s, score, precise=problem.dtype == jnp.float32)

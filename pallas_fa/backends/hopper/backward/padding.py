@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
-from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.gpu.layouts import TILE, indices
 from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 from pallas_fa.backends.hopper.tiles import Tiles
 from pallas_fa.masks.lengths import lengths_of
@@ -26,7 +26,7 @@ def zero_stationary(w: Warpgroup) -> None:
 
     @pl.when(start + w.plan.config.block > length)
     def _():
-        _zero_rows(w.stationary_qk, w.plan.tiles.stationary_qk, w.wg * 64, length - start)
+        _zero_rows(w, w.stationary_qk, w.plan.tiles.stationary_qk, w.wg * 64, length - start)
         plgpu.commit_smem()
         w.barriers["wgs_meet"].wait()
 
@@ -56,7 +56,7 @@ def zero_streamed(w: Warpgroup, at: TilePlace, slots: Slots, *names: str) -> Non
             for part in range(c.width // 64 if is_summed else 0):  # the warpgroups alternate
                 mine = w.wg == part % c.compute_wgs
                 zero = lambda smem=smem, tiles=tiles, part=part: _zero_rows(
-                    smem, tiles, part * 64, length - at.streamed
+                    w, smem, tiles, part * 64, length - at.streamed
                 )
                 pl.when(mine)(zero) if c.compute_wgs > 1 else zero()
         plgpu.commit_smem()
@@ -67,7 +67,7 @@ def zero_keys(w: Warpgroup, x: Any, n: Any) -> Any:
     """Returns x, [this warpgroup's keys, ..], with zeros in the rows of keys past the key length of query head n."""
     length = _lengths(w, n).kv_lengths
     length = w.plan.stationary if length is None else length
-    return _with_zeros(x, w.start, length)
+    return _with_zeros(w, x, w.start, length)
 
 
 def _lengths(w, n):
@@ -75,17 +75,17 @@ def _lengths(w, n):
     return lengths_of(mask)
 
 
-def _zero_rows(smem: Any, tiles: Tiles, first: Any, length: Any) -> None:
+def _zero_rows(w: Warpgroup, smem: Any, tiles: Tiles, first: Any, length: Any) -> None:
     """Zeroes rows at and past `length` among the 64 rows from row `first` of a tile."""
     for chunk in range(tiles.copies):
         for column in range(0, tiles.chunk, tiles.piece):
             piece = smem.at[chunk, pl.ds(first, 64), pl.ds(column, tiles.piece)]
-            piece[...] = _with_zeros(plgpu.load(piece, layout=TILE), first, length)
+            piece[...] = _with_zeros(w, plgpu.load(piece, layout=TILE), first, length)
 
 
-def _with_zeros(x: Any, first: Any, length: Any) -> Any:
+def _with_zeros(w: Warpgroup, x: Any, first: Any, length: Any) -> Any:
     """Returns the tile x, whose rows are the positions from `first` on, with zeros in those at and past `length`."""
-    past = first + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=TILE) - length
+    past = first + indices(x.shape, 0, w.plan.interpret) - length
     if x.dtype.itemsize > 2:
         return jnp.where(past < 0, x, jnp.zeros((), x.dtype))
     # Two neighbours of a row are one register: their bits take one instruction, a selection takes them apart.
