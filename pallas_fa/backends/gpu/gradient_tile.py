@@ -61,9 +61,11 @@ class TileOfLogits:
         if problem.score is None and not at.is_boundary:
             return cls(at)
         shape = c.rows, c.width
+        # Without arrays, the mask alone gains nothing, and ptxas orders the other loop worse.
+        shared = bool(jax.tree.leaves((problem.mask, problem.score)))
         stationary, streamed = (
-            at.stationary + indices(shape, 0, plan.interpret),
-            at.streamed + indices(shape, 1, plan.interpret),
+            first + indices(shape, axis, plan.interpret, shared)
+            for axis, first in enumerate((at.stationary, at.streamed))
         )
         t, s = (streamed, stationary) if plan.kind.keys_stationary else (stationary, streamed)
         score, mask = plan.arrays.unflatten([_array(plan, i, at, shape, load) for i in range(len(plan.arrays))])

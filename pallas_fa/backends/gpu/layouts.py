@@ -12,14 +12,16 @@ TILE = plgpu.Layout.WGMMA  # of a tile [rows, columns], rows a multiple of 64
 PER_ROW, PER_COLUMN = TILE.reduce(1), TILE.reduce(0)
 
 
-def indices(shape: tuple[int, int], axis: int, interpret: bool) -> Any:
-    """Returns the index of each element of a tile along `axis`, int32, in one register for all elements of equal index.
+def indices(shape: tuple[int, int], axis: int, interpret: bool, shared: bool = True) -> Any:
+    """Returns the index of each element of a tile along `axis`, int32.
 
-    In an iota of the whole tile LLVM computes each element's index on its own, and does not see which are equal (evidence:
-    library/indices-by-axis).
+    `shared`: in one register for all elements of equal index. In an iota of the whole tile LLVM computes each element's
+    index on its own, and does not see which are equal (evidence: library/indices-of-a-tile).
     """
     if interpret:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
+    if not shared:
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
 
     def iota(_):
         i32, of_axis = ir.IntegerType.get_signless(32), (PER_COLUMN if axis else PER_ROW).to_mgpu()
