@@ -1,8 +1,8 @@
 """Which logits the XLA path holds at once: the rule, and what `explain` says of it.
 
 On GPUs, whole rows of logits, since each pass over logits in memory costs time there. At most 1 GiB of float32 logits at a
-time, and at most an eighth of all where one sequence has more than 2048 positions and both have more than 128. If that is
-not all of them, a chunk holds
+time, or 4 GiB where that is all of them and no sequence has more than 1024 positions. At most an eighth of all where one
+sequence has more than 2048 positions and both have more than 128. If that is not all of them, a chunk holds
 
 - where no mask but an array, no score but a bias and no dropout is in the call, a few heads: keys and values are then read
   once. Or all logits, up to 4 GiB, where no sequence has more than 2048 positions;
@@ -33,7 +33,7 @@ from pallas_fa.scores.base import free
 
 _LOGITS_AT_ONCE = 2**30  # bytes
 _SHORT_LOGITS_AT_ONCE = 2**32
-_SHORT, _FEW = 2048, 128  # positions
+_VERY_SHORT, _SHORT, _FEW = 1024, 2048, 128  # positions
 _FEWEST_CHUNKS = 8
 # On CPUs. Decision record: xla/all-at-once-on-cpus.
 _FEW_LOGITS = 2**18  # of one batch entry and head
@@ -48,7 +48,8 @@ def whole_rows(problem: Problem) -> Chunks | None:
         return None
     count = -(-_bytes(problem, dims.T * dims.S) // _LOGITS_AT_ONCE)
     is_short, same_everywhere = max(dims.T, dims.S) <= _SHORT, _same_everywhere(problem)
-    if is_short and same_everywhere and _bytes(problem, dims.T * dims.S) <= _SHORT_LOGITS_AT_ONCE:
+    at_once = max(dims.T, dims.S) <= (_SHORT if same_everywhere else _VERY_SHORT)
+    if at_once and _bytes(problem, dims.T * dims.S) <= _SHORT_LOGITS_AT_ONCE:
         count = 1
     if not is_short and min(dims.T, dims.S) > _FEW:
         count = max(count, _FEWEST_CHUNKS)
