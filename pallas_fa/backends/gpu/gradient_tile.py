@@ -61,7 +61,7 @@ class TileOfLogits:
         if problem.score is None and not at.is_boundary:
             return cls(at)
         shape = c.rows, c.width
-        # Without arrays, the mask alone gains nothing, and ptxas orders the other loop worse.
+        # Masks without arrays gain nothing by it, and ptxas then orders the loop over full tiles worse.
         shared = bool(jax.tree.leaves((problem.mask, problem.score)))
         stationary, streamed = (
             first + indices(shape, axis, plan.interpret, shared)
