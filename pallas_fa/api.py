@@ -84,8 +84,8 @@ def dot_product_attention(
       local_window_size: (left, right), or an int for both: query t attends to t - left <= s <= t + right only; None is
         no bound on that side. Each may be an int array, traced as under a scan over layers: a scalar, [*B], or
         [*B, N, 1, 1] for a window per head.
-      logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap). For 16-bit inputs the kernels'
-        tanh has a relative error of some 2^-11.
+      logits_soft_cap: cap > 0; logits become cap * tanh(logits / cap). For 16-bit inputs the kernels' tanh has a relative
+        error of some 2^-11.
       query_segment_ids: int [*B, T]; a query attends only to keys of the same id. Give both ids or neither. Ids that JAX
         would wrap around (64 bits without `jax_enable_x64`) raise where their values are known.
       key_value_segment_ids: int [*B, S].

@@ -46,12 +46,12 @@ def whole_rows(problem: Problem) -> Chunks | None:
     dims = problem.dims
     if not _on_gpu() or _needs_chunks_of_keys(problem):
         return None
-    count = -(-_bytes(problem, dims.T * dims.S) // _LOGITS_AT_ONCE)
-    is_short, same_everywhere = max(dims.T, dims.S) <= _SHORT, _same_everywhere(problem)
-    at_once = max(dims.T, dims.S) <= (_SHORT if same_everywhere else _VERY_SHORT)
-    if at_once and _bytes(problem, dims.T * dims.S) <= _SHORT_LOGITS_AT_ONCE:
+    size, longest = _bytes(problem, dims.T * dims.S), max(dims.T, dims.S)
+    same_everywhere = _same_everywhere(problem)
+    count = -(-size // _LOGITS_AT_ONCE)
+    if longest <= (_SHORT if same_everywhere else _VERY_SHORT) and size <= _SHORT_LOGITS_AT_ONCE:
         count = 1
-    if not is_short and min(dims.T, dims.S) > _FEW:
+    if longest > _SHORT and min(dims.T, dims.S) > _FEW:
         count = max(count, _FEWEST_CHUNKS)
     heads = next((n for n in range(count, problem.K + 1) if problem.K % n == 0), None)
     if count > 1 and heads is not None and same_everywhere:
