@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_fa.backends.xla import chunks
+from pallas_fa.backends.xla import tiles
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, matmul_dtype, prepare
 from pallas_fa.masks.lengths import lengths_of
@@ -75,14 +75,14 @@ def _scores(problem, operands):
     axes = _whole_axes(problem)
 
     def scores(x, arrays):
-        score = chunks.cut_tile(with_float_arrays(operands.score, arrays), *axes)
-        return chunks.masked_scores(x, score, operands.mask, *axes)
+        score = tiles.cut_tile(with_float_arrays(operands.score, arrays), *axes)
+        return tiles.masked_scores(x, score, operands.mask, *axes)
 
     return scores
 
 
 def _dropping(problem, operands):
-    return chunks.dropping(operands.dropout, *_whole_axes(problem))
+    return tiles.dropping(operands.dropout, *_whole_axes(problem))
 
 
 def _qk(problem, a, b):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_fa.backends.xla import all_at_once, chunks, plan, rows
+from pallas_fa.backends.xla import all_at_once, chunks, plan, rows, tiles
 from pallas_fa.backends.xla.cotangents import Cotangents
 from pallas_fa.backends.xla.matmuls import (
     cut_keys,
@@ -55,14 +55,14 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
 
         def kv_step(j, carry):
             state, acc = carry
-            score_ij = chunks.cut_tile(score, queries, i, keys, j)
+            score_ij = tiles.cut_tile(score, queries, i, keys, j)
             cut = lambda x: cut_keys(problem, x, lengths.kv_lengths, keys, j)
             k_j = cut(operands.k)
             v_j = k_j[..., : problem.Hv] if problem.values_in_keys else cut(operands.v)
             x = problem.scale * qk(problem, q_i, k_j)
-            x = keys.mask_overlap(chunks.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
+            x = keys.mask_overlap(tiles.masked_scores(x, score_ij, mask, queries, i, keys, j), j)
             state, p, rescale = tile.softmax_step(state, x)
-            p = chunks.dropping(operands.dropout, queries, i, keys, j)(p)
+            p = tiles.dropping(operands.dropout, queries, i, keys, j)(p)
             return state, acc * rescale[..., None] + pv(problem, p, v_j)
 
         shape = q_i.shape[:3]
@@ -109,17 +109,17 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
             q_i, d_out_i, lse_i, delta_i = (heads_first(queries.cut(x, i, 1)) for x in (q, d_out, lse, delta))
 
             def scores(x, arrays_ij):
-                return chunks.masked_scores(x, with_float_arrays(score_ij, arrays_ij), mask, queries, i, keys, j)
+                return tiles.masked_scores(x, with_float_arrays(score_ij, arrays_ij), mask, queries, i, keys, j)
 
-            score_ij = chunks.cut_tile(score, queries, i, keys, j)
+            score_ij = tiles.cut_tile(score, queries, i, keys, j)
             x, pullback = jax.vjp(scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij))
             x = queries.mask_overlap(keys.mask_overlap(x, j), i)
             p = tile.probabilities(jnp.minimum(x, lse_i[..., None]), lse_i)  # bounded as in `softmax.tile`
-            drop = chunks.dropping(operands.dropout, queries, i, keys, j)
+            drop = tiles.dropping(operands.dropout, queries, i, keys, j)
             dx, d_arrays_ij = pullback(p * (drop(qk(problem, d_out_i, v_j)) - delta_i[..., None]))
             dx = dx * problem.scale
             d_arrays = tuple(
-                chunks.add_tile(d, d_ij, queries, i, keys, j) for d, d_ij in zip(d_arrays, d_arrays_ij, strict=True)
+                tiles.add_tile(d, d_ij, queries, i, keys, j) for d, d_ij in zip(d_arrays, d_arrays_ij, strict=True)
             )
             dx = dx.astype(ds_dtype(problem))
             dq = queries.add(dq, heads_first(pv(problem, dx, k_j.astype(dx.dtype))), i, 1)

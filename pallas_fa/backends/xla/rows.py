@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.backends.float16_range import in_float16_range
-from pallas_fa.backends.xla import chunks, intervals_of_keys
+from pallas_fa.backends.xla import intervals_of_keys, tiles
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.cotangents import Cotangents
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, ptx, pv, qk
@@ -39,10 +39,10 @@ def forward(problem: Problem, operands: Operands, rows: Chunks) -> tuple[Any, An
     def step(i, keys, j, carry):
         k_j, v_j = (cut_keys(x, i, keys, j) for x in (k, v))
         x = problem.scale * qk(problem, rows.cut(q, i), k_j)
-        score_ij = chunks.cut_tile(score, rows, i, keys, j)
-        x = chunks.masked_scores(x, score_ij, mask, rows, i, keys, j)
+        score_ij = tiles.cut_tile(score, rows, i, keys, j)
+        x = tiles.masked_scores(x, score_ij, mask, rows, i, keys, j)
         p, lse_i = _softmax(operands, x, k_j.shape[1])
-        out_i = pv(problem, chunks.dropping(operands.dropout, rows, i, keys, j)(p), v_j)
+        out_i = pv(problem, tiles.dropping(operands.dropout, rows, i, keys, j)(p), v_j)
         if operands.sinks is not None:
             lse_i, share = sinks.add(rows.cut(operands.sinks, i), lse_i)
             out_i = out_i * share[..., None]
@@ -86,10 +86,10 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
 
     def scores_of(i, keys, j):
         """Returns the function from logits and the score's arrays to masked logits of a tile, and its arguments."""
-        score_ij = chunks.cut_tile(score, rows, i, keys, j)
+        score_ij = tiles.cut_tile(score, rows, i, keys, j)
 
         def scores(x, arrays):
-            return chunks.masked_scores(x, with_float_arrays(score_ij, arrays), mask, rows, i, keys, j)
+            return tiles.masked_scores(x, with_float_arrays(score_ij, arrays), mask, rows, i, keys, j)
 
         x = problem.scale * qk(problem, rows.cut(q, i), cut_keys(k, i, keys, j))
         return scores, x, float_arrays(score_ij)
@@ -111,13 +111,13 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
         (p, delta_i), (dq, dk, dv, d_arrays) = of_i, carry
         k_j, v_j = (cut_keys(x, i, keys, j) for x in (k, v))
         q_i, d_out_i = rows.cut(q, i), rows.cut(d_out, i)
-        drop = chunks.dropping(operands.dropout, rows, i, keys, j)
+        drop = tiles.dropping(operands.dropout, rows, i, keys, j)
         ds = p * (drop(qk(problem, d_out_i, v_j)) - delta_i).astype(dtype)
         if score is not None:
             _, pullback = jax.vjp(*scores_of(i, keys, j))
             ds, d_arrays_ij = pullback(ds.astype(problem.acc_dtype))
             ds = ds.astype(dtype)
-            add = lambda d, d_ij: chunks.add_tile(d, d_ij, rows, i, keys, j)
+            add = lambda d, d_ij: tiles.add_tile(d, d_ij, rows, i, keys, j)
             d_arrays = tuple(map(add, d_arrays, d_arrays_ij))
         dq = rows.add(dq, (pv(problem, ds, k_j) * problem.scale).astype(dq.dtype), i)
         dk = add_keys(dk, ptx(problem, ds, q_i, k_j.shape[1]), i, keys, j)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.xla import chunks
+from pallas_fa.backends.xla import chunks, tiles
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, pv, qk
 from pallas_fa.backends.xla.visits import visited_interval
@@ -75,11 +75,11 @@ def _weighted_sums(problem, operands, lse):
     def tile_terms(i, j, operands):
         lse, q, k, v, score = operands
         q, k, v = (jnp.squeeze(x, n).astype(ds_dtype(problem)) for x, n in ((q, 3), (k, 2), (v, 2)))
-        score = chunks.cut_diagonals(score, queries, i, keys, j)
-        x = chunks.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
+        score = tiles.cut_diagonals(score, queries, i, keys, j)
+        x = tiles.masked_scores(problem.scale * qk(problem, q, k), score, mask, queries, i, keys, j)
         p, lse_j = tile.softmax(keys.mask_overlap(x, j))
         w = tile.probabilities(lse_j[..., None], jnp.squeeze(lse, 3))
-        p = chunks.dropping(dropout, queries, i, keys, j)(p)
+        p = tiles.dropping(dropout, queries, i, keys, j)(p)
         return w * pv(problem, p, v), jnp.squeeze(w, 3)
 
     def row_sums(_, i, operands):
