@@ -1,9 +1,13 @@
 """The part of the results page that says what the compiler says of every kernel (`python -m tests.elsewhere.rows`)."""
 
+import ast
+import dataclasses
 from collections.abc import Sequence
 
 from benchmarks.markdown import table
 from benchmarks.rows import Row
+from pallas_fa.backends.hopper import config as hopper
+from pallas_fa.backends.mma import config as mma
 
 
 def tables(found: Sequence[Row]) -> list[str]:
@@ -16,7 +20,8 @@ def tables(found: Sequence[Row]) -> list[str]:
     parts = [
         "Every configuration of the tables of tiles, by JAX's own compilers: registers of a thread at the kernel's start,"
         " bytes of registers that it spills, and shared memory of a CTA. Where CTAs have warpgroups of several kinds,"
-        " these share the registers out anew. Seconds are those of lowering and compiling on the machine of these rows.\n"
+        " these share the registers out anew. Seconds are those of lowering and compiling on the machine of these rows."
+        " Tiles say what differs from the defaults of `ForwardConfig`, `BackwardConfig` or `DecodeConfig`.\n"
     ]
     if one_kind:
         lines = [
@@ -39,7 +44,18 @@ _CALL = ("kernel", "H", "causal, or in pages", "tiles")
 
 
 def _call(row: Row) -> tuple[str, ...]:
-    return row["kernel"], str(row["H"]), "yes" if row["causal"] else "no", f"`{row['tiles']}`"
+    return row["kernel"], str(row["H"]), "yes" if row["causal"] else "no", _tiles(row)
+
+
+def _tiles(row: Row) -> str:
+    """The fields of the tiles that differ from their defaults, as in a call of their class."""
+    call = ast.parse(row["tiles"], mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    kinds = hopper if row["kernel"].startswith("hopper") else mma
+    defaults = {field.name: field.default for field in dataclasses.fields(getattr(kinds, call.func.id))}
+    given = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
+    changed = [f"{name}={x}" for name, x in given.items() if x != defaults[name]]
+    return f"`{', '.join(changed)}`" if changed else "the defaults"
 
 
 def _kib(row: Row) -> str:

@@ -8,6 +8,8 @@ import pytest
 from PIL import Image
 
 from benchmarks import compiled_report, labels, plot, plot_style, readme_picture, report, row_file, rows
+from pallas_fa.backends.hopper import config as hopper
+from pallas_fa.backends.mma import config as mma
 
 KEPT = row_file.kept()
 REMEDY = "run `make results`"
@@ -170,14 +172,16 @@ def test_reasons_are_short(error, words):
 
 
 def test_what_the_compiler_says_is_a_table_of_each_kind_of_kernel():
-    common = {"suite": "compiled", "H": 64, "causal": True, "tiles": "Tiles(2)", "compile_s": 3.21, "error": None}
+    common = {"suite": "compiled", "H": 64, "causal": True, "compile_s": 3.21, "error": None}
     said = {"registers": 168, "spilled": 36, "shared_memory": 196608}
+    wide = {"kernel": "hopper forward", "tiles": str(hopper.ForwardConfig(block_kv=176, ping_pong=True))}
+    plain = {"kernel": "mma forward", "tiles": str(mma.ForwardConfig())}
     found = [
-        {**common, **said, "kernel": "hopper forward", "architecture": "sm_90a"},
-        {**common, **said, "kernel": "mma forward", "architecture": "sm_80"},
-        {**common, **said, "kernel": "mma forward", "architecture": "sm_120a", "spilled": 4},
+        {**common, **said, **wide, "architecture": "sm_90a"},
+        {**common, **said, **plain, "architecture": "sm_80"},
+        {**common, **said, **plain, "architecture": "sm_120a", "spilled": 4},
     ]
     text = "\n".join(compiled_report.tables(found))
-    assert "| hopper forward | 64 | yes | `Tiles(2)` | 168 | 36 | 192 | 3.2 |" in text
+    assert "| hopper forward | 64 | yes | `block_kv=176, ping_pong=True` | 168 | 36 | 192 | 3.2 |" in text
     assert "| tiles | sm_80 | sm_120a |" in text
-    assert "| mma forward | 64 | yes | `Tiles(2)` | 168, 36, 192 | 168, 4, 192 |" in text
+    assert "| mma forward | 64 | yes | the defaults | 168, 36, 192 | 168, 4, 192 |" in text
