@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa import masks, scores
@@ -75,14 +74,13 @@ class Operands(NamedTuple):
 
     def cotangent(self, gradients: Iterable[Any]) -> "Operands":
         """The cotangent of these operands, as JAX wants it, from the gradients of `differentiable`."""
-        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        nothing = lambda x: None if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
-        zeros = [nothing(x) for x in jax.tree.leaves(self.score)]
         q, k, v, *rest = gradients
         sinks = None if self.sinks is None else rest.pop()
+        leaves, structure = jax.tree.flatten(self.score)
+        cotangents: list[Any] = [None] * len(leaves)  # which JAX takes for zeros of any type, and of symbolic sizes
         for i, x in zip(float_leaves(self.score), rest, strict=True):
-            zeros[i] = x
-        score = jax.tree.unflatten(jax.tree.structure(self.score), zeros)
+            cotangents[i] = x
+        score = jax.tree.unflatten(structure, cotangents)
         return Operands(q, k, v, score, sinks=sinks)
 
 

@@ -187,6 +187,21 @@ def test_block_masks_of_a_symbolic_batch():
     assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), blocks).out_avals[0].shape == (b, 64, N, H)
 
 
+def test_gradients_of_a_score_with_int_arrays_of_a_symbolic_size():
+    """An int array has no gradient, and no array of zeros of its size is made for one."""
+    (b,) = export.symbolic_shape("b")
+    alibi = scores.Alibi(
+        jnp.array([0.1, 0.2, 0.3, 0.4]), align="bottom_right"
+    )  # bound with an offset for each batch entry
+
+    def gradient(q, lengths):
+        attend = lambda q: pallas_fa.dot_product_attention(q, q, q, score=alibi, key_value_seq_lengths=lengths)
+        return jax.grad(lambda q: jnp.sum(attend(q)))(q)
+
+    like = jax.ShapeDtypeStruct((b, 8, N, H), jnp.float32), jax.ShapeDtypeStruct((b,), jnp.int32)
+    assert export.export(jax.jit(gradient))(*like).out_avals[0].shape == (b, 8, N, H)
+
+
 @pytest.mark.parametrize("gradient", (False, True))
 def test_kernels_are_for_one_platform(gradient):
     x = jax.ShapeDtypeStruct((1, 128, N, 64), jnp.bfloat16)

@@ -210,6 +210,10 @@ def test_errors():
     assert pallas_fa.dot_product_attention(q, k, k, layout="BNTH").shape == q.shape
     with pytest.raises(ValueError, match="layout='BHSD' is not one of 'BTNH', 'BNTH'.*only a reshape"):
         pallas_fa.dot_product_attention(q, k, k, layout="BHSD")
+    with pytest.raises(ValueError, match="layout=array.* is not one of 'BTNH', 'BNTH'"):
+        pallas_fa.dot_product_attention(q, k, k, layout=np.array(["BNTH", "BTNH"]))
+    with pytest.raises(ValueError, match="layout=array.*: Flax's modules pass"):
+        attention_fn(q, k, k, layout=np.array(["BNTH", "BTNH"]))
     with pytest.raises(ValueError, match="N=5 heads and key has K=6.*pass layout='BNTH' or transpose"):
         pallas_fa.dot_product_attention(q, k, k)
     with pytest.raises(ValueError, match=r"different lengths S.*key \[\*B, K, S, H\]"):

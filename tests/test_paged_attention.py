@@ -144,6 +144,7 @@ WRONG = {
         r"key_pages.dtype=float32 .*nothing is converted silently",
     ),
     "page layout": (dict(page_layout="PKSH"), "page_layout='PKSH' is not one of 'PSKH', 'KPSH'"),
+    "page layouts": (dict(page_layout=np.array(["PSKH"] * 2)), "page_layout=array.* is not one of 'PSKH', 'KPSH'"),
     "empty pages": (dict(key_pages=np.zeros((6, 0, K, H), np.float32)), "no dim of size 0"),
     "batch dims": (
         dict(query=np.zeros((T, N, H), np.float32)),

@@ -20,7 +20,7 @@ from pallas_fa.arguments.masks import mask_array
 from pallas_fa.masks import Mask
 from pallas_fa.nn.visible_keys import bounded
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.pytree import as_flag, names_float
+from pallas_fa.operands.pytree import as_flag, is_array, names_float
 from pallas_fa.scores import Score
 
 
@@ -90,7 +90,7 @@ def attention_fn(
     """
     del force_fp32_for_softmax
     layout = arguments.get("layout")
-    if layout not in (None, "BTNH"):
+    if is_array(layout) or layout not in (None, "BTNH"):
         raise ValueError(
             f"{layout=}: Flax's modules pass [*B, T, N, H]. Leave it out, or call pallas_fa.dot_product_attention."
         )
