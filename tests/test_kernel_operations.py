@@ -147,6 +147,15 @@ def test_claims_come_down_to_the_tables(name):
             assert elementwise.why_not(gradient(name), *specs) is None, specs
 
 
+@pytest.mark.parametrize("name", operations.NOT_WIDENED)
+def test_functions_that_differ_in_32_bits_are_refused(name):
+    for dtypes in dtypes_of_operands(name, operations.NOT_WIDENED[name]):
+        specs = [jax.ShapeDtypeStruct(SHAPE, x) for x in dtypes]
+        assert f"the operation {name} of {dtypes[0]} does not lower" in (
+            elementwise.why_not(function(name), *specs) or ""
+        )
+
+
 @pytest.mark.parametrize("name", sorted(operations.REWRITES))
 def test_rewritten_operations_lower(name):
     """With their derivatives."""

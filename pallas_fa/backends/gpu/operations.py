@@ -192,7 +192,7 @@ def _rem(x, y):
 def _shift(operation, x, amount):
     """The hardware leaves shifts by 32 and more open."""
     far = amount.astype(jnp.uint32) >= 32
-    if operation is lax.shift_right_arithmetic:
+    if operation is lax.shift_right_arithmetic and x.dtype.itemsize == 4:  # narrower ones have another sign bit
         signed = operation(x.astype(jnp.int32), jnp.where(far, 31, amount.astype(jnp.int32)))
         return signed.astype(x.dtype)
     return jnp.where(far, 0, operation(x, jnp.where(far, 0, amount)))
