@@ -27,6 +27,12 @@ def bools(*dims):
     return shape(*dims, dtype=jnp.bool_)
 
 
+class OtherArray:
+    """An array of a library that JAX does not know, which describes itself as NumPy's do."""
+
+    shape, ndim, dtype = (B,), 1, np.dtype(np.float32)
+
+
 # name: (arguments, error, what the message says: the argument, its value, the rule, the remedy)
 BAD = {
     # shapes of query, key, value
@@ -98,6 +104,18 @@ BAD = {
         {name: shape(*x.shape, dtype=jnp.float8_e8m0fnu) for name, x in GOOD.items()},
         TypeError,
         ("query.dtype=float8_e8m0fnu", "a float type with a sign", ".astype"),
+    ),
+    "long doubles": (
+        {name: np.ones(x.shape, np.longdouble) for name, x in GOOD.items()},
+        TypeError,
+        ("query.dtype=float", "of at most 64 bits", ".astype"),
+    ),
+    "bias of another library": ({"bias": OtherArray()}, TypeError, ("bias=", "OtherArray", "[*B, N, T, S]")),
+    "lengths of another library": ({"query_seq_lengths": OtherArray()}, TypeError, ("lengths is a OtherArray", "int")),
+    "masked lengths": (
+        {"query_seq_lengths": np.ma.masked_array([3, 4], [True, False])},
+        TypeError,
+        ("query_seq_lengths is a MaskedArray", "an int array", "JAX or NumPy"),
     ),
     "bias of powers of two": ({"bias": shape(T, S, dtype=jnp.float8_e8m0fnu)}, TypeError, ("bias.dtype=float8_e8m0fnu",)),
     "query of no array type": ({"query": "hello"}, TypeError, ("query", "str", "float array", "[*B,")),

@@ -3,12 +3,13 @@
 import math
 import operator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_fa import masks, scores
-from tests.case_errors import check
+from tests.case_errors import OtherArray, check
 
 
 class NoHash:
@@ -86,6 +87,23 @@ BAD_CONSTRUCTION = {
         TypeError,
         ("arrays holds a float8_e8m0fnu", "no sign", ".astype(jnp.float32)"),
     ),
+    "custom score of long doubles": (
+        lambda: scores.Custom(abs, np.ones(2, np.longdouble)),
+        TypeError,
+        ("arrays holds a float", "more than 64 bits", ".astype(jnp.float32)"),
+    ),
+    "custom score of a PRNG key": (
+        lambda: scores.Custom(abs, jax.random.key(0)),
+        TypeError,
+        ("arrays holds a key<", "bools or numbers", "jax.random.bernoulli(key, shape=(T, S))"),
+    ),
+    "custom mask of strings": (
+        lambda: masks.Custom(abs, np.array(["a", "b"])),
+        TypeError,
+        ("arrays holds a <U1", "bools or numbers", "np.unique(x, return_inverse=True)[1]"),
+    ),
+    "dense of another library": (lambda: masks.Dense(OtherArray()), TypeError, ("Dense", "bool array", "got OtherArray")),
+    "slopes of long doubles": (lambda: scores.Alibi(np.ones(4, np.longdouble)), TypeError, ("slopes.dtype=float", "float")),
     "custom score of text": (lambda: scores.Custom(abs, "text"), TypeError, ("arrays", "str", "broadcastable")),
     "strip of two": (
         lambda: scores.RelativeBias(lambda q, k: q - k),

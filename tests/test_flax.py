@@ -13,7 +13,7 @@ from flax import nnx
 
 import pallas_fa
 import pallas_fa.nn
-from pallas_fa import masks
+from pallas_fa import masks, scores
 from pallas_fa.nn import attention_fn
 from tests.flax_layers import FRAMEWORKS, IDS, D, H, N, T, assert_close, compiled, jit, make, normal, with_gradients
 
@@ -173,6 +173,27 @@ def test_nnx_transforms():
     hooked = gradients(nnx.MultiHeadAttention, masks.Causal(), attention_fn=attention_fn)
     assert_close(nnx.to_pure_dict(ours), expected)
     assert_close(nnx.to_pure_dict(hooked), expected)
+
+
+def test_variables_of_nnx_are_arrays():
+    """As a module passes its own, without `[...]`; that they can be called does not make a strip a function."""
+    q, scale = normal(0, 1, T, 2, 8), normal(1)
+    strip, slopes, sinks, gain = (normal(2, n) for n in (2 * T - 1, 2, 2, 1))
+
+    def call(wrap):
+        score = scores.Custom(lambda x, b, n, t, s, gain: x * gain, wrap(gain))
+        score = scores.RelativeBias(wrap(strip)).then(scores.Alibi(wrap(slopes))).then(score)
+        return pallas_fa.dot_product_attention(
+            wrap(q),
+            q,
+            q,
+            score=score,
+            sinks=wrap(sinks),
+            scale=wrap(scale),
+            local_window_size=(wrap(jnp.array(2)), 0),
+        )
+
+    np.testing.assert_array_equal(call(nnx.Param), call(lambda x: x))
 
 
 def test_nnx_modules_compile_once():

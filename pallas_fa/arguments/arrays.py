@@ -14,7 +14,9 @@ def float_array(name: str, x: Any, dims: str = "[*B, length, heads, head dim]") 
     """Returns `x` as an array of a float type; `dims` is what its dims are called."""
     x = array(name, x, f"a float array {dims}", "Pass an array of JAX or NumPy.")
     if not is_float(x.dtype):
-        rule = "a float type with a sign" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
+        rule = (
+            "a float type with a sign, of at most 64 bits" if jnp.issubdtype(x.dtype, jnp.floating) else "a float type"
+        )
         raise TypeError(f"{name}.dtype={x.dtype} must be {rule}. Convert it, e.g. with `.astype(jnp.bfloat16)`.")
     return x if isinstance(x, (jax.Array, Paged)) else jnp.asarray(x)
 
@@ -26,7 +28,7 @@ def array(name: str, x: Any, what: str, remedy: str = "Leave it out for none.") 
             f"{name}={x!r} has no values; it must be {what}. Pass shapes alone to pallas_fa.explain, or to the call by"
             " jax.eval_shape."
         )
-    if is_array(x):
+    if isinstance(x, Paged) or is_array(x):
         return x
     for kind, keyword in ((masks.Mask, "mask"), (scores.Score, "score")):
         if isinstance(x, kind) and keyword != name:

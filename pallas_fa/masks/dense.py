@@ -20,7 +20,7 @@ class Dense(Mask):
 
     def __post_init__(self):
         if not is_array(self.array) or self.array.dtype != jnp.bool_:
-            kind = getattr(self.array, "dtype", type(self.array).__name__)
+            kind = self.array.dtype if is_array(self.array) else type(self.array).__name__
             raise TypeError(
                 f"Dense takes a bool array, got {kind}. True means 'may attend': for a 0/1 mask pass `array != 0`; for"
                 " an additive mask use pallas_fa.scores.Bias or `bias=`."

@@ -32,8 +32,13 @@ def array(name: str, x: Any) -> Any:
                 f"{name} holds a {type(x).__name__}; it must hold arrays, broadcastable to [*B, N, T, S] ({e})."
             ) from None
     if jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x.dtype):
+        lack = "no sign, as gradients do" if x.dtype.itemsize == 1 else "more than 64 bits"
+        raise TypeError(f"{name} holds a {x.dtype}, which has {lack}. Convert it, e.g. with `.astype(jnp.float32)`.")
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool_, jnp.number)):
         raise TypeError(
-            f"{name} holds a {x.dtype}, which has no sign, as gradients do. Convert it, e.g. with `.astype(jnp.float32)`."
+            f"{name} holds a {x.dtype}, but must hold bools or numbers. Number other values, np.unique(x,"
+            " return_inverse=True)[1]; of a PRNG key pass what is drawn from it, such as"
+            " jax.random.bernoulli(key, shape=(T, S))."
         )
     remedy = "Number the values, np.unique(x, return_inverse=True)[1], or convert them to float."
     offsets.check_fits(name, x, remedy)

@@ -17,9 +17,16 @@ import numpy as np
 
 
 def is_array(x: Any) -> bool:
-    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct); those of other libraries do not."""
-    is_jax = isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
-    return is_jax or (hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), np.dtype))
+    """Returns whether `x` is an array or stands for one (a tracer, a ShapeDtypeStruct, a variable of Flax nnx).
+
+    Those of other libraries do not, nor do references (`jax.new_ref`), nor NumPy's kinds of arrays that JAX refuses or that
+    have other methods.
+    """
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.generic)):
+        return True
+    if isinstance(x, np.ndarray):
+        return not isinstance(x, (np.ma.MaskedArray, np.matrix))
+    return hasattr(x, "__jax_array__") and hasattr(x, "reshape") and isinstance(getattr(x, "dtype", None), np.dtype)
 
 
 def is_static_number(x: Any) -> bool:
@@ -38,8 +45,9 @@ def is_finite(x: Any, dtype: Any = np.float32) -> bool:
 
 
 def is_float(dtype: Any) -> bool:
-    """Returns whether `dtype` is one of floats, with a sign: float8_e8m0fnu holds powers of two, the scales of others."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float8_e8m0fnu
+    """Returns whether `dtype` is one of JAX's floats, with a sign: float8_e8m0fnu holds powers of two, scales of others."""
+    is_floating = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 8  # more in np.longdouble
+    return is_floating and dtype != jnp.float8_e8m0fnu
 
 
 def names_float(dtype: Any) -> bool:

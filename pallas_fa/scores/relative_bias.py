@@ -33,7 +33,7 @@ class RelativeBias(Score):
 
     def __post_init__(self):
         offsets.check_align("RelativeBias", self.align)
-        if callable(self.strip):
+        if self._is_function:
             _check_signature(self.strip)
         else:
             object.__setattr__(self, "strip", float_array("strip", self.strip))
@@ -44,8 +44,12 @@ class RelativeBias(Score):
                     " lambda offset: table[offset + longest]."
                 )
 
+    @property
+    def _is_function(self):
+        return callable(self.strip) and not is_array(self.strip)  # a variable of Flax nnx is both
+
     def bind(self, dims: Dims, lengths: Any) -> "RelativeBias":
-        if not callable(self.strip):
+        if not self._is_function:
             return RelativeBias(dims.diagonal("strip", self.strip))
         start = offsets.bind_aligned(0, self.align, dims, lengths)  # of query 0
         if not is_array(start):
@@ -73,10 +77,10 @@ class RelativeBias(Score):
         return float_array("strip(offsets)", values)
 
     def counted_from_start(self, dims: Dims) -> str | None:
-        return "RelativeBias" if callable(self.strip) and self.align == "top_left" else None
+        return "RelativeBias" if self._is_function and self.align == "top_left" else None
 
     def at_end(self) -> "RelativeBias":
-        return RelativeBias(self.strip, "bottom_right") if callable(self.strip) else self
+        return RelativeBias(self.strip, "bottom_right") if self._is_function else self
 
     def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
         return x + self.strip
