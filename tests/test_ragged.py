@@ -171,6 +171,24 @@ def test_wrong_arrays(name, rng):
         jax.eval_shape(ragged_paged_attention, *given)
 
 
+def test_values_of_numpy_that_contradict_each_other(rng):
+    """What is not known while tracing is not checked; nor is what `num_seqs` says is not there."""
+    q, pages, *ints = arguments(rng, BATCHES["both"])
+    ints = [np.array(x) for x in ints]
+    jax.eval_shape(lambda q, pages: ragged_paged_attention(q, pages, *ints), q, pages)
+    for place, wrong, message in (
+        (3, [8], r"num_seqs=\[8\] must be from 0 to 7"),
+        (3, [-1], r"num_seqs=\[-1\] must be from 0 to 7"),
+        (2, [0, 5, 3, 8, 8, 8, 8, 8], "cu_q_lens=.* from 0 to 70, the tokens of q, and never fall"),
+        (2, [0, 1, 2, 3, 4, 71, 71, 71], "cu_q_lens=.* from 0 to 70, the tokens of q"),
+        (2, [-1, 1, 2, 3, 4, 5, 5, 5], "cu_q_lens=.* from 0 to 70, the tokens of q"),
+        (0, [64, 36, 9, 100, 128, 0, 0], r"kv_lens\[1\]=36 is less than the 37 queries"),
+    ):
+        given = [np.array(wrong) if i == place else x for i, x in enumerate(ints)]
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda q, pages, given=given: ragged_paged_attention(q, pages, *given), q, pages)
+
+
 def test_wrong_numbers(rng):
     given = arguments(rng, BATCHES["both"])
     for wrong in (dict(sliding_window=0), dict(num_queries_per_block=0)):

@@ -70,14 +70,17 @@ def ragged_paged_attention(
       [tokens, N, H] in the dtype of `q`; 0 for tokens of no sequence.
 
     Raises:
-      ValueError, TypeError: an argument is wrong.
+      ValueError, TypeError: an argument is wrong. Values of `num_seqs`, `cu_q_lens` and `kv_lens` that contradict each other
+        are, too, where NumPy arrays hold them, so that they are known while tracing.
       NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
     """
     del mask_value, num_kv_pages_per_block, vmem_limit_bytes
     queries, pages = float_array("q", q, "[tokens, N, H]"), float_array("kv_pages", kv_pages, "[P, page, 2 K, H]")
     given = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
-    lengths, table, starts, count = (as_int32(int_array(name, x)) for name, x in given.items())
+    lengths, table, starts, count = integers = [int_array(name, x) for name, x in given.items()]
     _check(queries, pages, lengths, table, starts, count)
+    _check_values(queries.shape[0], lengths, starts, count)
+    lengths, table, starts, count = map(as_int32, integers)
     size = _count("num_queries_per_block", _BLOCK if num_queries_per_block is None else num_queries_per_block)
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
@@ -163,6 +166,32 @@ def _check(q, pages, lengths, table, starts, count):
     if tuple(count.shape) != (1,):
         one = "Use jnp.reshape(num_seqs, (1,))." if count.size == 1 else "Pass an array of one int."
         raise ValueError(f"num_seqs.shape={tuple(count.shape)} must be (1,): how many sequences there are. {one}")
+
+
+def _check_values(tokens, lengths, starts, count):
+    """Raises ValueError where NumPy arrays, whose values are known while tracing, contradict each other or the shapes."""
+    if not isinstance(starts, np.ndarray) or not isinstance(count, np.ndarray):
+        return
+    (n,), most = count, len(lengths)
+    if not 0 <= n <= most:
+        raise ValueError(
+            f"num_seqs={count} must be from 0 to {most}, of how many sequences the other arrays speak. Make these longer, or"
+            " pass how many sequences there are."
+        )
+    used = starts[: n + 1]
+    if n and ((used < 0).any() or (used[1:] < used[:-1]).any() or used[-1] > tokens):
+        raise ValueError(
+            f"cu_q_lens={starts}: of num_seqs={n} sequences the starts and the last end, {used}, must be from 0 to {tokens},"
+            " the tokens of q, and never fall. Pass [0, 5, 9] for two sequences of 5 and 4 queries."
+        )
+    queries = used[1:] - used[:-1]
+    short = np.flatnonzero(lengths[:n] < queries) if isinstance(lengths, np.ndarray) else ()
+    if len(short):
+        i = short[0]
+        raise ValueError(
+            f"kv_lens[{i}]={lengths[i]} is less than the {queries[i]} queries of that sequence, whose keys it counts, too."
+            " Write these into the pages first, and add their number."
+        )
 
 
 def _factor(name, x):
