@@ -77,16 +77,20 @@ def test_an_unknown_argument_is_named(function):
         function(X, X, X, typo=1)
 
 
-# Arguments of flash-attn, PyTorch, FlexAttention and JAX's TPU kernels, and what the error says to write.
+# Arguments of flash-attn, PyTorch, FlexAttention, Tokamax and JAX's TPU kernels, and what the error says to write.
 ELSEWHERE = {
     "softmax_scale": r"Pass scale=",
     "sm_scale": r"Pass scale=",
+    "logits_scale": r"Pass scale=",
     "causal": r"Pass is_causal=True.*Causal\('bottom_right'\)",
     "window_size": r"Pass local_window_size=.*None for -1.*Window\(left, right, align='bottom_right'\)",
     "sliding_window": r"Pass local_window_size=\(n - 1, 0\)",
     "softcap": r"Pass logits_soft_cap=.*None for 0",
     "attn_mask": r"Pass mask= .*or bias=",
     "attn_bias": r"Pass bias=",
+    "position_bias": r"Pass bias=",
+    "key_padding_mask": r"Pass mask=~key_padding_mask\[:, None, None, :\]",
+    "block_table": r"Call pallas_fa.paged_attention",
     "dropout_p": r"Pass dropout_rate=.*dropout_key=",
     "enable_gqa": r"Leave it out: .*fewer heads",
     "score_mod": r"Pass score=pallas_fa.scores.Custom\(fn\)",

@@ -1,14 +1,18 @@
-"""Arguments of flash-attn, PyTorch, FlexAttention, Flax and JAX's TPU kernels, and what to write here."""
+"""Arguments of flash-attn, PyTorch, FlexAttention, Tokamax, Flax and JAX's TPU kernels, and what to write here."""
 
 INSTEAD = {
-    **dict.fromkeys(("softmax_scale", "sm_scale"), "Pass scale=."),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "logits_scale", "scaling"), "Pass scale=."),
     "causal": "Pass is_causal=True; where T and S differ, flash-attn's is mask=pallas_fa.masks.Causal('bottom_right').",
     "window_size": "Pass local_window_size=, with None for -1; where T and S differ, flash-attn's is"
     " mask=pallas_fa.masks.Window(left, right, align='bottom_right').",
     "sliding_window": "Pass local_window_size=(n - 1, 0) for the query's own key and n - 1 before it.",
     **dict.fromkeys(("softcap", "soft_cap"), "Pass logits_soft_cap=, with None for 0."),
     **dict.fromkeys(("attn_mask", "attention_mask"), "Pass mask= (bool, True: may attend), or bias= if it is added."),
-    **dict.fromkeys(("attn_bias", "ab"), "Pass bias=."),
+    **dict.fromkeys(("attn_bias", "ab", "attention_bias", "position_bias"), "Pass bias=."),
+    "key_padding_mask": "Pass mask=~key_padding_mask[:, None, None, :]: here True is what a query may attend to.",
+    **dict.fromkeys(
+        ("block_table", "page_table", "page_indices"), "Call pallas_fa.paged_attention, which has page_table."
+    ),
     "deterministic": "Pass deterministic_gradients=; in a Flax module attention_fn=pallas_fa.nn.attention_fn.",
     **dict.fromkeys(
         ("dtype", "dropout_rng", "module"), "In a Flax module pass attention_fn=pallas_fa.nn.attention_fn."
