@@ -185,9 +185,8 @@ def _check_values(tokens, lengths, starts, count):
             " the tokens of q, and never fall. Pass [0, 5, 9] for two sequences of 5 and 4 queries."
         )
     queries = used[1:] - used[:-1]
-    short = np.flatnonzero(lengths[:n] < queries) if isinstance(lengths, np.ndarray) else ()
-    if len(short):
-        i = short[0]
+    if isinstance(lengths, np.ndarray) and (short := lengths[:n] < queries).any():
+        i = int(np.argmax(short))
         raise ValueError(
             f"kv_lens[{i}]={lengths[i]} is less than the {queries[i]} queries of that sequence, whose keys it counts, too."
             " Write these into the pages first, and add their number."
