@@ -120,3 +120,23 @@ def test_memory_is_that_of_the_rule():
     """Three arrays of all logits where these are few; past the bound less than one."""
     assert _temporary_bytes(2, 256, 512, 8) < 3.2 * 4 * 16 * 256 * 512
     assert _temporary_bytes(64, 512, 512, 8) < 0.5 * 4 * 512 * 512 * 512
+
+
+@pytest.mark.parametrize("sinks", [None, np.zeros(2, np.float32)], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [0.25, 0.3, 3.0, -0.3, 0.0, 2.0**-60])
+@pytest.mark.parametrize("size", [1.0, 2.0**40])
+def test_whatever_the_scale_multiplies(size, scale, dtype, sinks):
+    """Queries, differences of logits, or logits: by the scale and the dtype. Large logits are no NaN, and pick one value."""
+    q, k, v, d_out = jax.random.normal(jax.random.key(0), (4, 2, 16, 2, 8)).astype(dtype)
+    results = {}
+    for implementation in ("xla", "reference"):
+        attend = lambda *qkv, implementation=implementation: pallas_fa.dot_product_attention(
+            *qkv, scale=scale, is_causal=True, sinks=sinks, return_residual=True, implementation=implementation
+        )
+        (out, lse), pullback = jax.vjp(attend, q * jnp.asarray(size, dtype), k, v)
+        _, *of_keys = pullback((d_out, jnp.ones_like(lse)))
+        results[implementation] = out, lse, of_keys[1]
+    for have, want in zip(results["xla"], results["reference"], strict=True):
+        largest = float(jnp.abs(want).max()) + 1e-30
+        np.testing.assert_allclose(have / largest, want / largest, atol=1e-2 if dtype == "bfloat16" else 2e-5)

@@ -6,25 +6,30 @@ forward, of which it is then a common subexpression: the log-sum-exp has no use 
 xla/all-at-once-on-cpus.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_fa.backends.xla import tiles
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, matmul_dtype, prepare
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
-from pallas_fa.scores.base import float_arrays, with_float_arrays
+from pallas_fa.scores import Bias
+from pallas_fa.scores.base import float_arrays, free, with_float_arrays
 from pallas_fa.softmax import sinks, tile
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv] in the inputs' dtype, lse [B, T, N])."""
     q, k, v = prepare(problem, operands)
-    x = _scores(problem, operands)(problem.scale * _qk(problem, q, k), float_arrays(operands.score))
-    p, lse = tile.fusible_softmax(x, operands.sinks)
+    q, factor = _with_scale(problem, q)
+    x, softmax = _before_scores(problem, operands, _qk(problem, q, k), factor)
+    p, lse = softmax(_scores(problem, operands)(x, float_arrays(operands.score)))
     out = _pv(problem, _dropping(problem, operands)(p), v)
     return out.astype(problem.dtype), heads_first(lse)
 
@@ -46,9 +51,10 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     # In empty rows it may be anything. XLA sees that constant zeros, those of a call without lse, need no lse here.
     d_lse_of_keys = jnp.where(jnp.isfinite(d_lse_of_keys) | (lse > -jnp.inf), d_lse_of_keys, 0)
 
-    x = problem.scale * _qk(problem, q, k)
+    q, factor = _with_scale(problem, q)
+    x, softmax = _before_scores(problem, operands, _qk(problem, q, k), factor)
     x, pullback = jax.vjp(_scores(problem, operands), x, float_arrays(operands.score))
-    p, _ = tile.fusible_softmax(x, operands.sinks)
+    p, _ = softmax(x)
     drop = _dropping(problem, operands)
     dp = drop(_qk(problem, d_out, v))
     row_sums = jnp.sum(p * dp, axis=-1)
@@ -57,11 +63,35 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
         ds, d_arrays = pullback(ds)
     ds = ds.astype(ds_dtype(problem))
     dq = problem.scale * _pv(problem, ds, k.astype(ds.dtype))
-    dk = problem.scale * _ptx(problem, ds, q.astype(ds.dtype))
+    dk = factor * _ptx(problem, ds, q.astype(ds.dtype))
     dv = _ptx(problem, drop(p).astype(d_out.dtype), d_out)
     d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, heads_first(row_sums) - d_lse),)
     gradients = dq, dk, dv, *d_arrays, *d_sinks
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))
+
+
+def _with_scale(problem, q):
+    """Returns (queries, factor): queries times the scale and 1, where this rounds no worse than a product of logits.
+
+    Logits are then results of a matmul, and nothing multiplies them.
+    """
+    rounds = q.dtype.itemsize < 4 and math.frexp(problem.scale)[0] != 0.5
+    if rounds or not 2.0**-40 <= problem.scale <= 1:  # so that no query leaves the range of its dtype
+        return q, problem.scale
+    return q * np.asarray(problem.scale, q.dtype), 1.0
+
+
+def _before_scores(problem, operands, x, factor):
+    """Returns (x, softmax): what scores and mask are of, and the softmax of their results, where logits are x * factor."""
+    if problem.score is None and operands.sinks is None and factor > 0:
+        return x, functools.partial(tile.fusible_softmax, factor=factor)
+    is_product = factor != 1 if problem.score is None else not _is_sum_or_bounded(problem.score)
+    x = x if factor == 1 else x * factor
+    return x, functools.partial(tile.fusible_softmax, sinks=operands.sinks, is_product=is_product)
+
+
+def _is_sum_or_bounded(score):
+    return isinstance(free(score), Bias) or score.bound is not None
 
 
 def _whole_axes(problem):
