@@ -2,9 +2,9 @@
 
 Logits are [..., t, s] and row statistics [..., t], with any leading dims. An empty row is a query that attends to nothing.
 
-Where a maximum is subtracted from x, x is first bounded by it, which changes no value. Without that, XLA on a CPU may
-compute x once more inside the subtraction, with one rounding less (a fused multiply-add of the scale), and the exponential
-of the difference overflows where logits are large.
+Where a maximum is subtracted from x and x may be a product, x is first bounded by it, which changes no value. Without that,
+XLA on a CPU may compute x once more inside the subtraction, with one rounding less (a fused multiply-add), and the
+exponential of the difference overflows where logits are large.
 """
 
 from typing import Any, NamedTuple
