@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_fa.operands.layout import LAYOUTS, Layout
-from pallas_fa.operands.pytree import is_array
+from pallas_fa.operands.pytree import is_one_of
 
 Precision = str | jax.lax.Precision | tuple[Any, Any] | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
 
 
 def check_layout(layout: Any) -> Layout:
     """Returns `layout`; raises unless it is a `Layout`."""
-    if is_array(layout) or layout not in LAYOUTS:
+    if not is_one_of(layout, LAYOUTS):
         raise ValueError(
             f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}, the orders of the dims of query, key, value"
             " and output. Transpose other arrays; one of [*B, T, N * H] needs only a reshape to [*B, T, N, H]."

@@ -15,7 +15,7 @@ from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask
 from pallas_fa.operands.offsets import int_array
 from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
-from pallas_fa.operands.pytree import as_flag, is_array
+from pallas_fa.operands.pytree import as_flag, is_one_of
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes
 
@@ -163,7 +163,7 @@ def _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, a
 
 def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layout: Any) -> tuple[Paged, Paged]:
     """Returns keys and values in pages, checked; arguments as in `paged_attention`."""
-    if is_array(layout) or layout not in PAGE_LAYOUTS:
+    if not is_one_of(layout, PAGE_LAYOUTS):
         raise ValueError(
             f"page_layout={layout!r} is not one of {', '.join(map(repr, PAGE_LAYOUTS))}: pages [P, page, K, H], or"
             " [K, P, page, H]. Transpose other arrays."

@@ -20,7 +20,7 @@ from pallas_fa.arguments.masks import mask_array
 from pallas_fa.masks import Mask
 from pallas_fa.nn.visible_keys import bounded
 from pallas_fa.operands.dims import Dims
-from pallas_fa.operands.pytree import as_flag, is_array, names_float
+from pallas_fa.operands.pytree import as_flag, is_one_of, names_float
 from pallas_fa.scores import Score
 
 
@@ -90,7 +90,7 @@ def attention_fn(
     """
     del force_fp32_for_softmax
     layout = arguments.get("layout")
-    if is_array(layout) or layout not in (None, "BTNH"):
+    if not is_one_of(layout, (None, "BTNH")):
         raise ValueError(
             f"{layout=}: Flax's modules pass [*B, T, N, H]. Leave it out, or call pallas_fa.dot_product_attention."
         )

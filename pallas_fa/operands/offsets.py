@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.intervals import UNBOUNDED, array_module
-from pallas_fa.operands.pytree import is_array, is_static_int, is_static_number
+from pallas_fa.operands.pytree import is_array, is_one_of, is_static_int, is_static_number
 
 Align = Literal["top_left", "bottom_right"]
 LIMIT = UNBOUNDED // 2  # more than any distance between positions; fits int32 with a position and a window added
@@ -28,7 +28,7 @@ def check(name: str, x: Any) -> Any:
 
 def check_align(kind: str, align: Any) -> None:
     """Raises ValueError unless `align` is one of `Align`; `kind` is what it aligns."""
-    if is_array(align) or align not in ("top_left", "bottom_right"):
+    if not is_one_of(align, ("top_left", "bottom_right")):
         by_name = "" if isinstance(align, str) else " Give an offset by its name, offset=."
         raise ValueError(f"align={align!r} is not a way to align {kind}. Use 'top_left' or 'bottom_right'.{by_name}")
 

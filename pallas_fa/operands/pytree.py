@@ -29,6 +29,11 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "__jax_array__") and hasattr(x, "reshape") and isinstance(getattr(x, "dtype", None), np.dtype)
 
 
+def is_one_of(x: Any, names: tuple[Any, ...]) -> bool:
+    """Returns whether `x` is one of `names`; an array, which compares element by element, is none."""
+    return not is_array(x) and x in names
+
+
 def is_static_number(x: Any) -> bool:
     """Returns whether `x` is a Python or NumPy scalar, which is known while tracing."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
