@@ -190,9 +190,8 @@ def test_block_masks_of_a_symbolic_batch():
 def test_gradients_of_a_score_with_int_arrays_of_a_symbolic_size():
     """An int array has no gradient, and no array of zeros of its size is made for one."""
     (b,) = export.symbolic_shape("b")
-    alibi = scores.Alibi(
-        jnp.array([0.1, 0.2, 0.3, 0.4]), align="bottom_right"
-    )  # bound with an offset for each batch entry
+    # Bound with an offset for each batch entry.
+    alibi = scores.Alibi(jnp.array([0.1, 0.2, 0.3, 0.4]), align="bottom_right")
 
     def gradient(q, lengths):
         attend = lambda q: pallas_fa.dot_product_attention(q, q, q, score=alibi, key_value_seq_lengths=lengths)

@@ -95,7 +95,7 @@ def fusible_softmax(x: Any, sinks: Any = None, factor: float = 1.0, *, is_produc
 
     A test for empty rows would use each reduction once more. Instead, logits and sums are kept away from -inf and 0, which
     changes no other row. Between the maximum and its use there is nothing: there, even one operation divides the fusion; so
-    would a selection in the place of `minimum`, which itself takes a third of the time where rows are few.
+    would a selection in the place of `minimum`, with which calls of 64 positions take 1.2 to 1.8 times as long.
 
     Args:
       x: [..., t, s].
