@@ -22,8 +22,12 @@ _KINDS = {
 }
 
 
+# As the kernels for Hopper are lowered, and those of mma.sync: integers without a sign are a trap of the second.
+SEMANTICS = {"warpgroup": plgpu.LoweringSemantics.Warpgroup, "lane": plgpu.LoweringSemantics.Lane}
+
+
 def lower(*functions: Callable[..., Any]) -> None:
-    """Lowers a kernel of `functions` for CUDA; each gets a function `value(kind, dtype, seed)` to make operands with.
+    """Lowers kernels of `functions` for CUDA; each gets a function `value(kind, dtype, seed)` to make operands with.
 
     Kinds: "tile", "row" (a value per key, broadcast), "column" (per query, broadcast), "scalar".
     """
@@ -52,11 +56,12 @@ def lower(*functions: Callable[..., Any]) -> None:
 
     out = (jax.ShapeDtypeStruct((1,), jnp.float32),)
     scratch = {"smem": plgpu.SMEM(SHAPE, jnp.float32)}
-    kernel = lambda: launch(body, out_type=out, ctas=2, warpgroups=1, scratch=scratch)
-    jax.jit(kernel).trace().lower(lowering_platforms=("cuda",))
+    for semantics in SEMANTICS.values():
+        kernel = lambda s=semantics: launch(body, out_type=out, ctas=2, warpgroups=1, scratch=scratch, semantics=s)
+        jax.jit(kernel).trace().lower(lowering_platforms=("cuda",))
 
 
-def run(fn: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
+def run(fn: Callable[..., Any], *arrays: jax.Array, semantics: str = "warpgroup") -> jax.Array:
     """fn(*arrays), one array of float32 or int32, by a kernel: for a GPU. Arrays [rows, 64] of a multiple of 64 rows."""
 
     def body(*refs, smem, out_smem, ready):
@@ -79,4 +84,7 @@ def run(fn: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
     }
     out = (jax.ShapeDtypeStruct(arrays[0].shape, dtype),)
     ctas = arrays[0].shape[0] // SHAPE[0]
-    return launch(body, *arrays, out_type=out, ctas=ctas, warpgroups=1, scratch=scratch)[0]
+    (result,) = launch(
+        body, *arrays, out_type=out, ctas=ctas, warpgroups=1, scratch=scratch, semantics=SEMANTICS[semantics]
+    )
+    return result

@@ -10,7 +10,7 @@ from jax import lax
 import pallas_fa
 from pallas_fa.backends.gpu import elementwise
 from tests import accuracy
-from tests.elementwise_kernel import run
+from tests.elementwise_kernel import SEMANTICS, run
 from tests.test_float_functions import ACCURATE, VALUES, line, worst
 from tests.test_kernel_functions import ARRAYS, CALLS, B, H, N, S, T
 from tests.test_kernel_operations import CLAIMED, dtypes_of_operands, function
@@ -18,11 +18,12 @@ from tests.test_kernel_operations import CLAIMED, dtypes_of_operands, function
 pytestmark = pytest.mark.gpu
 
 
-def in_kernel(fn, *args, precise=False):
+def in_kernel(fn, *args, precise=False, semantics="warpgroup"):
     """`fn` of arrays of one size, by a kernel."""
     count = args[0].size
     tiles = [jnp.resize(jnp.asarray(x), (-(-count // 4096) * 64, 64)) for x in args]
-    return np.asarray(run(lambda *args: elementwise.inline(fn, *args, precise=precise), *tiles)).ravel()[:count]
+    inlined = lambda *args: elementwise.inline(fn, *args, precise=precise)
+    return np.asarray(run(inlined, *tiles, semantics=semantics)).ravel()[:count]
 
 
 @pytest.mark.parametrize("name", ACCURATE)
@@ -56,8 +57,9 @@ def test_approximations_keep_their_bounds(name, record_property):
     assert error <= bound
 
 
+@pytest.mark.parametrize("semantics", SEMANTICS)
 @pytest.mark.parametrize("name", [name for name in CLAIMED if name not in HARDWARE])
-def test_special_values_are_those_of_xla(name):
+def test_special_values_are_those_of_xla(name, semantics):
     """Of the dtypes that kernels compute in; subnormal numbers may be 0 in either."""
     for dtypes in dtypes_of_operands(name, ("float32", "int32")):
         args = [x.ravel() for x in np.meshgrid(*(VALUES["int32" if x == "bool" else x] for x in dtypes))]
@@ -67,14 +69,54 @@ def test_special_values_are_those_of_xla(name):
             args = [x.astype(dtype) for x, dtype in zip(args, dtypes, strict=True)]  # bools came as integers
             return jax.tree.leaves(function(name)(*args))[0].astype(jnp.float32)
 
-        ours, theirs = in_kernel(first, *args), np.asarray(jax.jit(first)(*args))
+        ours, theirs = in_kernel(first, *args, semantics=semantics), np.asarray(jax.jit(first)(*args))
         normal = np.isnan(theirs) | (abs(theirs) > 1.2e-38)
         np.testing.assert_allclose(ours[normal], theirs[normal], rtol=1e-5, err_msg=str(dtypes))
         assert not (abs(ours[~normal]) > 1.2e-38).any()
 
 
+# Of int32 tiles x and y, after what may lose that they are signed.
+SIGNED = {
+    "below": lambda x, y: x < y,
+    "least": jnp.minimum,
+    "largest": jnp.maximum,
+    "size": lambda x, y: abs(x),
+    "float": lambda x, y: x.astype(jnp.float32),
+    "quotient": lambda x, y: x // 3,
+    "remainder": lambda x, y: lax.rem(x, jnp.int32(5)),
+    "shift": lambda x, y: x >> 1,
+    "clipped": lambda x, y: jnp.clip(x, -3, 4),
+}
+CHOICES = {
+    "numbers": lambda x, y: jnp.where(x > y, 5, -7),
+    "by float": lambda x, y: jnp.where(y.astype(jnp.float32) > 0.5, -1, 3),
+    "by two": lambda x, y: jnp.where((x > 0) & (y > 0), -(2**30), 2),
+    "nested": lambda x, y: jnp.where(x > 0, jnp.where(y > 0, -1, 1), jnp.where(y > 0, 2, -2)),
+    "of three": lambda x, y: lax.select_n(lax.rem(abs(y), jnp.int32(3)), *(jnp.full_like(x, z) for z in (-4, 0, 4))),
+    "narrow": lambda x, y: jnp.where(x > y, jnp.int8(5), jnp.int8(-7)).astype(jnp.int32),
+    "bool": lambda x, y: -(x > y).astype(jnp.int32),
+    "sign": lambda x, y: jnp.sign(x - y),
+}
+
+
+@pytest.mark.parametrize("semantics", SEMANTICS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_chosen_integers_are_signed(choice, semantics):
+    """What is chosen between numbers, in every operation that differs for unsigned integers."""
+    x, y = np.meshgrid(np.arange(-32, 32, dtype=np.int32), np.arange(-32, 32, dtype=np.int32))
+
+    def all_of_them(x, y):
+        chosen = CHOICES[choice](x, y)
+        weighted = (fn(chosen, y).astype(jnp.float32) * 3.0**-i for i, fn in enumerate(SIGNED.values()))
+        return sum(weighted)
+
+    ours, want = in_kernel(all_of_them, x, y, semantics=semantics), np.asarray(jax.jit(all_of_them)(x, y)).ravel()
+    np.testing.assert_allclose(ours, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ("mosaic_gpu", "mma"))
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_accurate(name):
+def test_calls_are_accurate(name, implementation):
     """Whole kernels, forward and backward: at most twice the error of xla, against the same in float32.
 
     Gradients of few elements are sums in which rounding cancels by luck: their errors are averaged over several inputs.
@@ -93,7 +135,7 @@ def test_calls_are_accurate(name):
         leaves = jax.tree.leaves((out, gradients))
         return [np.asarray(x, np.float64) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    truth, xla, ours = map(program, ("reference", "xla", "mosaic_gpu"))
+    truth, xla, ours = map(program, ("reference", "xla", implementation))
 
     def errors(seed):
         """For each result its largest element, the largest errors of xla and of ours, and its size."""

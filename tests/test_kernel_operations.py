@@ -188,3 +188,12 @@ def test_floored_divisions_by_powers_of_two_are_one_operation(dtype, y):
     np.testing.assert_array_equal(jax.jit(inlined)(x), fn(x))
     program = jax.make_jaxpr(inlined)(x)
     assert (len(program.eqns) == 4) == (y != 6), program
+
+
+def test_integers_are_not_chosen_as_signed_ones():
+    """With lane semantics a choice between numbers is taken for unsigned, until a conversion says that it is not."""
+    program = jax.make_jaxpr(lambda x: elementwise.inline(lambda x: jnp.where(x > 0, 5, -7) < x, x))(
+        jnp.zeros(SHAPE, int)
+    )
+    chosen = [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "select_n"]
+    assert chosen == [jnp.uint32], program

@@ -161,6 +161,9 @@ def _select_n(which, *cases):
     """By bool or by number, in any order of scalars and tiles."""
     if which.dtype == jnp.bool_:
         shape = np.broadcast_shapes(which.shape, *(x.shape for x in cases))
+        if cases[0].dtype == jnp.int32:
+            # With lane semantics a choice between two scalars has the sign of `which`: none.
+            return _select_n(which, *(x.astype(jnp.uint32) for x in cases)).astype(jnp.int32)
         return lax.select_n(*(jnp.broadcast_to(x, shape) for x in (which, *cases)))
     result = cases[-1]
     for i, case in enumerate(cases[-2::-1]):
