@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
-from pallas_fa.backends.gpu.allowed import Pairs
+from pallas_fa.backends.gpu.allowed import Pairs, elementwise_test
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
 from pallas_fa.backends.gpu.dropout import HeadDropout, Kept
 from pallas_fa.backends.gpu.layouts import indices
+from pallas_fa.masks.band import Causal
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
@@ -79,7 +80,11 @@ class TileOfLogits:
         ends = (s_end, t_end) if plan.kind.keys_stationary else (t_end, s_end)
         question = "q_range" if plan.kind.keys_stationary else "kv_range"
         pairs = Pairs(shape, at.stationary, at.streamed, question, *ends, plan.interpret)
-        allowed = pairs.allowed(plan.tested(mask), at.b, at.n, t, s)
+        tested = plan.tested(mask)
+        # Alone, a causal mask is one comparison either way, and the loop over full tiles is ordered better so.
+        by_element = isinstance(tested, Causal) and not shared and ends == (None, None)
+        test = elementwise_test if by_element else pairs.allowed
+        allowed = test(tested, at.b, at.n, t, s)
         return cls(at, t, s, score, allowed, precise)
 
     def zero_where_masked(self, x: Any) -> Any:
