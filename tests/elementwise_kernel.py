@@ -70,7 +70,7 @@ def run(fn: Callable[..., Any], *arrays: jax.Array, semantics: str = "warpgroup"
         for x_gmem, x_smem in zip(inputs, smem, strict=True):
             plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, ready)
         plgpu.barrier_wait(ready)
-        out_smem[...] = fn(*(plgpu.load(x_smem, layout=_TILE) for x_smem in smem))
+        out_smem[...] = fn(*(plgpu.load(x_smem, layout=_TILE, optimized=False) for x_smem in smem))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, out.at[rows])
         plgpu.wait_smem_to_gmem(0)

@@ -43,6 +43,7 @@ class Causal(Mask):
 
     join = staticmethod(_join_bands)
     scalar_ranges = True
+    exact_ranges = ("kv_range", "q_range")
     align: offsets.Align = "top_left"
     offset: Any = 0
 
@@ -119,6 +120,7 @@ class Window(Mask):
 
     join = staticmethod(_join_bands)
     scalar_ranges = True
+    exact_ranges = ("kv_range", "q_range")
     left: Any = None
     right: Any = None
     offset: Any = 0
@@ -146,10 +148,10 @@ class Window(Mask):
 
     @property
     def _bounds(self):
-        """How far the window reaches left and right of t, each broadcastable against tiles."""
-        left, right = (UNBOUNDED if x is None else offsets.per_tile(x) for x in (self.left, self.right))
+        """How far the window reaches left and right of t, each broadcastable against tiles; None for no bound."""
+        left, right = (None if x is None else offsets.per_tile(x) for x in (self.left, self.right))
         offset = offsets.per_tile(self.offset)
-        return left - offset, right + offset
+        return None if left is None else left - offset, None if right is None else right + offset
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         centre = t + self.offset
@@ -164,16 +166,24 @@ class Window(Mask):
 
     def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
         left, right = self._bounds
-        return subtract(t_lo, left), add(t_hi, right)
+        return _before(t_lo, left), _after(t_hi, right)
 
     def q_range(self, s_lo: Any, s_hi: Any) -> Range:
         left, right = self._bounds
-        return subtract(s_lo, right), add(s_hi, left)
+        return _before(s_lo, right), _after(s_hi, left)
 
     def full_kv_range(self, t_lo: Any, t_hi: Any) -> Range:
         left, right = self._bounds
-        return subtract(t_hi - 1, left), add(t_lo, right) + 1
+        return _before(t_hi - 1, left), _after(t_lo + 1, right)
 
     def full_q_range(self, s_lo: Any, s_hi: Any) -> Range:
         left, right = self._bounds
-        return subtract(s_hi - 1, right), add(s_lo, left) + 1
+        return _before(s_hi - 1, right), _after(s_lo + 1, left)
+
+
+def _before(position, distance):
+    return -UNBOUNDED if distance is None else subtract(position, distance)
+
+
+def _after(position, distance):
+    return UNBOUNDED if distance is None else add(position, distance)

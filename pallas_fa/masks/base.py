@@ -49,6 +49,8 @@ class Mask(Node):
     # Simplifies a conjunction of bound masks, joining those of this kind; None where that is impossible.
     join: ClassVar[Callable[[list["Mask"]], list["Mask"]] | None] = None
     scalar_ranges: bool | property = False
+    # Which of "kv_range" and "q_range" answer, asked about one position, what that position attends to, and no more.
+    exact_ranges: tuple[str, ...] | property = ()
 
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         """Returns which positions are allowed: bool, broadcast over the indices and the mask's (sliced) arrays.
@@ -207,6 +209,10 @@ class And(_Composed):
         for join in dict.fromkeys(type(part).join for part in parts):
             parts = join(parts) if join else parts
         return parts[0] if len(parts) == 1 else And(tuple(parts))
+
+    @property
+    def exact_ranges(self) -> tuple[str, ...]:
+        return tuple(x for x in ("kv_range", "q_range") if all(x in part.exact_ranges for part in self.parts))
 
     def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         return intervals.minimum(*(part.tile_states(queries, keys) for part in self.parts))

@@ -39,6 +39,7 @@ class Lengths(Mask):
 
     join = staticmethod(_join_lengths)
     scalar_ranges = True
+    exact_ranges = ("kv_range", "q_range")
     q_lengths: Any = None
     kv_lengths: Any = None
 

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.allowed import Pairs, elementwise_test
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
 from pallas_fa.backends.gpu.dropout import HeadDropout, Kept
 from pallas_fa.backends.gpu.layouts import indices
+from pallas_fa.masks.band import Causal
 from pallas_fa.problem import Problem
 from pallas_fa.scores.base import evaluate, float_arrays, with_float_arrays
 
@@ -72,19 +74,17 @@ class TileOfLogits:
         precise = problem.dtype == jnp.float32
         if not at.is_boundary:
             return cls(at, t, s, score, precise=precise)
-        tests = []
         q_tile, kv_tile = (c.width, c.block) if plan.kind.keys_stationary else (c.block, c.width)
-        if dims.S % kv_tile:
-            tests.append(s < dims.S)
-        if plan.scored and dims.T % q_tile:
-            tests.append(t < dims.T)
-        mask = plan.tested(mask)
-        if mask is not None:
-            allowed = lambda t, s, mask: mask.allowed(at.b, at.n, t, s)
-            tests.append(jnp.broadcast_to(elementwise.inline(allowed, t, s, mask), shape))
-        allowed = None
-        for test in tests:
-            allowed = test if allowed is None else allowed & test
+        s_end = dims.S if dims.S % kv_tile else None
+        t_end = dims.T if plan.scored and dims.T % q_tile else None
+        ends = (s_end, t_end) if plan.kind.keys_stationary else (t_end, s_end)
+        question = "q_range" if plan.kind.keys_stationary else "kv_range"
+        pairs = Pairs(shape, at.stationary, at.streamed, question, *ends, plan.interpret)
+        tested = plan.tested(mask)
+        # Alone, a causal mask is one comparison either way, and the loop over full tiles is ordered better so.
+        by_element = isinstance(tested, Causal) and not shared and ends == (None, None)
+        test = elementwise_test if by_element else pairs.allowed
+        allowed = test(tested, at.b, at.n, t, s)
         return cls(at, t, s, score, allowed, precise)
 
     def zero_where_masked(self, x: Any) -> Any:

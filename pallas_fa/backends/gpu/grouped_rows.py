@@ -107,6 +107,10 @@ class _GroupedMask(Mask):
     def scalar_ranges(self) -> bool:
         return self.mask.scalar_ranges
 
+    @property
+    def exact_ranges(self) -> tuple[str, ...]:
+        return tuple(x for x in self.mask.exact_ranges if x == "kv_range")
+
     def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         return self.mask.allowed(b, *_head_and_query(n, t, self.group), s)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import elementwise
+from pallas_fa.backends.gpu.allowed import Pairs, elementwise_test
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.layouts import indices
 from pallas_fa.backends.gpu.online_softmax import with_positive_factor
@@ -58,9 +59,13 @@ def logits(
         x, factor = elementwise.inline_times(apply, x, t, s, score, precise=problem.dtype == jnp.float32)
     x, factor = with_positive_factor(x, factor)
     if is_boundary:
-        if plan.has_padding_keys:
-            x = jnp.where(s < problem.dims.S, x, -jnp.inf)
-        if problem.mask is not None:
-            allowed = elementwise.inline(lambda t, s, mask: mask.allowed(at.b, at.n, t, s), t, s, mask)
-            x = jnp.where(jnp.broadcast_to(allowed, x.shape), x, -jnp.inf)
+        end = problem.dims.S if plan.has_padding_keys else None
+        if at.queries is None or at.queries >= x.shape[0]:
+            pairs = Pairs(x.shape, at.t0, at.s0, "kv_range", None, end, plan.interpret)
+            allowed = pairs.allowed(mask, at.b, at.n, t, s)
+            return x if allowed is None else jnp.where(allowed, x, -jnp.inf), factor
+        if end is not None:
+            x = jnp.where(s < end, x, -jnp.inf)
+        if mask is not None:
+            x = jnp.where(elementwise_test(mask, at.b, at.n, t, s), x, -jnp.inf)
     return x, factor

@@ -13,6 +13,7 @@ from pallas_fa.backends.gpu.dropout import HeadDropout
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
+from pallas_fa.backends.gpu.periodic_rows import load_repeated
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.gpu.schedule import is_equal
 from pallas_fa.backends.hopper import products
@@ -63,16 +64,11 @@ class Compute:
     def _load_sink(self):
         """Returns the sink of the head; where rows are of several heads, those of the rows."""
         sinks, group = self.gmem.sinks, self.plan.group
-        of_head = lambda i: sinks[self.block.b if sinks.shape[0] > 1 else 0, self.block.n * group + i]
+        b = self.block.b if sinks.shape[0] > 1 else 0
         if group == 1:
-            return of_head(0)
+            return sinks[b, self.block.n]
         # Row i is of head i % group. A table of rows would be one more kernel before this one (evidence: forward/sinks).
-        per_row = TILE.reduce(1)
-        head = lax.rem(plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=per_row), jnp.int32(group))
-        sink = plgpu.layout_cast(jnp.full((64,), of_head(0), jnp.float32), per_row)
-        for i in range(1, group):
-            sink = jnp.where(head == i, of_head(i), sink)
-        return sink
+        return load_repeated(sinks.at[b, pl.ds(self.block.n * group, group)], 64, self.plan.interpret)
 
     def _slot(self, i):
         return lax.rem(jnp.asarray(self.block.done + i, jnp.int32), self.plan.config.stages)
