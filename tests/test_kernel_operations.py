@@ -197,3 +197,11 @@ def test_integers_are_not_chosen_as_signed_ones():
     )
     chosen = [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "select_n"]
     assert chosen == [jnp.uint32], program
+
+
+def test_narrow_numbers_are_chosen_by_what_becomes_a_tile():
+    """As a scalar does in an operation that does not lower on scalars."""
+    bits = lambda: lax.bitcast_convert_type(jnp.float32(-3), jnp.int32)
+    chosen = lambda x: x + jnp.where(bits() > 0, jnp.int8(-5), jnp.int8(7)).astype(jnp.float32)
+    assert elementwise.why_not(chosen, jax.ShapeDtypeStruct(SHAPE, jnp.float32)) is None
+    np.testing.assert_array_equal(elementwise.inline(chosen, jnp.zeros(SHAPE)), jnp.full(SHAPE, 7.0))
