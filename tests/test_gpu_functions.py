@@ -96,6 +96,7 @@ CHOICES = {
     "narrow": lambda x, y: jnp.where(x > y, jnp.int8(5), jnp.int8(-7)).astype(jnp.int32),
     "bool": lambda x, y: -(x > y).astype(jnp.int32),
     "sign": lambda x, y: jnp.sign(x - y),
+    "least": lambda x, y: abs(jnp.where(x > y, -(2**31), x)),
 }
 
 
