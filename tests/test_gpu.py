@@ -215,6 +215,19 @@ def test_persistent_ctas_are_accurate(case, config, check):
     check(case, "mosaic_gpu", gradients=True, config=config)
 
 
+FEW_KEYS = tuple(
+    Case(T, S, "full", "plain", dtype, N=6, K=2, H=H, Hv=H, **options)
+    for T, H in ((1100, 64), (2100, 128))
+    for S, dtype, options in ((77, "bfloat16", {}), (100, "float16", dict(sinks="heads")), (200, "bfloat16", {}))
+)
+
+
+@pytest.mark.parametrize("case", FEW_KEYS, ids=str)
+def test_few_keys_are_accurate(case, check):
+    """Of many queries, in the tiles for it."""
+    check(case, "mosaic_gpu", gradients=True)
+
+
 KEY_BLOCKS = tuple(
     (
         Case(T, S, mask, score, "bfloat16", N=4, K=2, H=H, Hv=H),

@@ -92,6 +92,14 @@ CASES = {
         dataclasses.replace(BASE, T=300, N=4, K=2, score="bias_shared"),
         Config(forward=ForwardConfig(compute_wgs=1, block_kv=64, q_block_pairs=1, persistent_ctas=3)),
     ),
+    "persistent, few keys": (
+        dataclasses.replace(BASE, T=400, S=77, N=4, K=2, mask="full"),
+        Config(forward=ForwardConfig(3, 80, pin_softmax=False, persistent_ctas=3)),
+    ),
+    "persistent, all keys in the only slot": (
+        dataclasses.replace(BASE, T=300, S=200, mask="full", sinks="heads"),
+        Config(forward=ForwardConfig(2, 256, 1, ping_pong=True, persistent_ctas=3)),
+    ),
     "grouped rows": (dataclasses.replace(BASE, N=8, batch=(2,), mask="window_causal"), GROUPED_ROWS),
     "grouped rows, one step, sinks": (
         dataclasses.replace(BASE, T=203, N=8, K=2, mask="window", sinks="batch", batch=(2,)),

@@ -69,8 +69,7 @@ def calls(gpu: Gpu) -> Iterator[Call]:
             yield from _hopper(gpu, head_dim, causal)
             if head_dim in (64, 128):
                 yield from _hopper_dropout(gpu, head_dim, causal)
-                if causal:
-                    yield from _hopper_windows(gpu, head_dim)
+                yield from _hopper_windows(gpu, head_dim) if causal else _hopper_few_keys(gpu, head_dim)
 
 
 def _arrays(head_dim):
@@ -209,6 +208,19 @@ def _hopper_windows(gpu, head_dim):
         tiles = hopper_choose_forward(_problem_of(_in_window, q, k), gpu).config
         run = lambda q, k: hopper_forward.forward(*_in_window(q, k), gpu)
         yield Call("hopper forward, window", head_dim, tiles, True, run, (q, k))
+
+
+def _hopper_few_keys(gpu, head_dim):
+    """Of cross attention, whose tiles depend on how few the keys are."""
+    for keys in (80, 128, 256):
+        shapes = [jax.ShapeDtypeStruct((B, length, N, head_dim), jnp.bfloat16) for length in (4 * T, keys)]
+        tiles = hopper_choose_forward(_problem_of(_unmasked, *shapes), gpu).config
+        run = lambda q, k: hopper_forward.forward(*_unmasked(q, k), gpu)
+        yield Call("hopper forward, few keys", head_dim, tiles, False, run, tuple(shapes))
+
+
+def _unmasked(q, k):
+    return normalise(q, k, k)
 
 
 def _in_window(q, k):

@@ -51,6 +51,10 @@ _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _H192_ALONE: dict[str, Any] = dict(head_dim=Span(129, 192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
+# Cross attention on few keys, and nothing that tells them apart: one to four steps for each query block.
+_FEW_KEYS: dict[str, Any] = dict(uniform=True, visit_table=False, split=False, dropout=False)
+_FEW_KEYS_64: dict[str, Any] = dict(**_H64, **_FEW_KEYS, length=at_least(513))
+_FEW_KEYS_128: dict[str, Any] = dict(**_H128, **_FEW_KEYS, length=at_least(2048))
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SHORT_WINDOW_64: dict[str, Any] = dict(**_H64, window=Span(1, 512), split=False)
 _SHORT_WINDOW_128: dict[str, Any] = dict(**_H128, window=Span(1, 256), split=False)
@@ -88,6 +92,12 @@ TILES = Table(
     ),
     Row((ForwardConfig(2, 128, ping_pong=True), *_SMALL), "library/float32-products", **_H64, split=True),
     Row((ForwardConfig(2, 64, ping_pong=True), *_SMALL), "library/float32-products", split=True),
+    Row((ForwardConfig(3, 80, pin_softmax=False), *_SMALL), "forward/few-keys", **_FEW_KEYS_64, keys=up_to(80)),
+    Row((ForwardConfig(3, pin_softmax=False), *_SMALL), "forward/few-keys", **_FEW_KEYS_64, keys=Span(81, 128)),
+    Row((ForwardConfig(2, 256, 1), *_SMALL), "forward/few-keys", **_FEW_KEYS_64, keys=Span(129, 256)),
+    Row((ForwardConfig(2, 80, **_LATE), *_SMALL), "forward/few-keys", **_FEW_KEYS_128, keys=up_to(80)),
+    Row((ForwardConfig(2, 256, 1, ping_pong=True), *_SMALL), "forward/few-keys", **_FEW_KEYS_128, keys=Span(129, 256)),
+    Row((ForwardConfig(2, **_LATE), *_SMALL), "forward/few-keys", **_FEW_KEYS_128, keys=up_to(512)),
     Row((ForwardConfig(2, ping_pong=True, l2_head_group=16), *_SMALL), **_H64, packed=True),
     Row(
         (ForwardConfig(2, 256, 1, ping_pong=True), ForwardConfig(2, ping_pong=True), *_SMALL),
@@ -170,6 +180,8 @@ PERSISTENT = Table(
     "forward/persistent-ctas",
     Row(True, "forward/short-windows", **_SHORT_WINDOW_64),
     Row(True, "forward/short-windows", **_SHORT_WINDOW_128),
+    Row(True, "forward/few-keys", **_FEW_KEYS_64, keys=up_to(256)),
+    Row(True, "forward/few-keys", **_FEW_KEYS_128, keys=up_to(512)),
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(False),
@@ -180,6 +192,7 @@ PAIRS = Table(
     "forward/q-blocks-per-cta",
     Row((0,), "forward/short-windows", **_SHORT_WINDOW_64),
     Row((0,), "forward/short-windows", **_SHORT_WINDOW_128),
+    Row((0,), "forward/few-keys", **_FEW_KEYS_128, keys=up_to(512)),
     Row((0,), "library/float32-products", split=True),  # two query blocks don't fit shared memory
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
