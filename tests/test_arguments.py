@@ -195,6 +195,8 @@ def test_arrays_of_other_libraries(keywords, message):
 def test_masks_and_scores_are_not_true_or_false():
     with pytest.raises(TypeError, match="a Causal is not True or False.*`&`"):
         _ = masks.Causal() and masks.Window(3, 0)
+    with pytest.raises(TypeError, match="a Causal has no opposite.*Custom"):
+        ~masks.Causal()
     with pytest.raises(TypeError, match="a SoftCap is not True or False.*`then`"):
         _ = scores.SoftCap(1.0) or None
 

@@ -157,6 +157,12 @@ class Mask(Node):
             " missing one with `mask is None`."
         )
 
+    def __invert__(self):
+        raise TypeError(
+            f"~mask: a {type(self).__name__} has no opposite here. Write it as a function of its own, such as"
+            " masks.Custom(lambda b, n, t, s: t < s) for what a causal mask hides."
+        )
+
     def __rand__(self, other: Any) -> "Mask":
         return _checked_mask(other, "&") & self
 
