@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 train: setup ## Train the tiny GPT on text found on this machine
 	$(PY) -m models.train --size tiny $(ARGS)
 
-test: lint ## Run the lint checks, and tests that see every behaviour once (6 minutes on two cores)
+test: lint ## Run the lint checks, and tests that see every behaviour once (8 minutes on two cores)
 	$(PY) -m pytest -n logical -m 'not gpu and not full' $(ARGS)
 
 test-full: setup ## Run what `make test` leaves out: the whole tables
