@@ -196,7 +196,7 @@ def test_masks_and_scores_are_not_true_or_false():
     with pytest.raises(TypeError, match="a Causal is not True or False.*`&`"):
         _ = masks.Causal() and masks.Window(3, 0)
     with pytest.raises(TypeError, match="a Causal has no opposite.*Custom"):
-        ~masks.Causal()
+        _ = ~masks.Causal()
     with pytest.raises(TypeError, match="a SoftCap is not True or False.*`then`"):
         _ = scores.SoftCap(1.0) or None
 

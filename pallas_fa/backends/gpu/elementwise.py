@@ -140,9 +140,7 @@ class _Evaluator:
         narrow = {x.dtype.name for x in inputs} & set(operations.NARROW)
         if narrow and name != "convert_element_type" and narrow.isdisjoint(operations.NOT_WIDENED.get(name, ())):
             wide = [x.astype(_WIDE.get(x.dtype.name, x.dtype)) for x in inputs]
-            # A choice of scalars may be by a tile, where JAX had a scalar: not all operations lower on scalars.
-            fn = self.rewrites[name] if name == "select_n" else functools.partial(eqn.primitive.bind, **params)
-            result = self._call(fn, *wide)
+            result = self._operation(eqn, wide, within)
             dtype = eqn.outvars[0].aval.dtype
             return result if dtype == jnp.bool_ else self._call(lambda x: x.astype(dtype), result)
         if name == "pow" and isinstance(inputs[0], np.generic) and inputs[0] == 2:

@@ -30,10 +30,15 @@ class Place(NamedTuple):
     def positions(self, shape: tuple[int, int], interpret: bool) -> tuple[Any, Any]:
         """Returns (query, key) of each element of a tile of `shape`."""
         row, column = (indices(shape, axis, interpret) for axis in (0, 1))
-        if self.queries is not None and self.queries < shape[0]:
-            of_block = lax.div(row, jnp.full_like(row, self.queries))
-            row, column = row - of_block * self.queries, column + of_block * shape[1]
+        queries = self.queries_of_a_block(shape[0])
+        if queries is not None:
+            of_block = lax.div(row, jnp.full_like(row, queries))
+            row, column = row - of_block * queries, column + of_block * shape[1]
         return self.t0 + row, self.s0 + column
+
+    def queries_of_a_block(self, rows: int) -> int | None:
+        """Returns how many of a tile's rows each key block has; None where all are of one key block."""
+        return self.queries if self.queries is not None and self.queries < rows else None
 
 
 def logits(
@@ -60,7 +65,7 @@ def logits(
     x, factor = with_positive_factor(x, factor)
     if is_boundary:
         end = problem.dims.S if plan.has_padding_keys else None
-        if at.queries is None or at.queries >= x.shape[0]:
+        if at.queries_of_a_block(x.shape[0]) is None:
             pairs = Pairs(x.shape, at.t0, at.s0, "kv_range", None, end, plan.interpret)
             allowed = pairs.allowed(mask, at.b, at.n, t, s)
             return x if allowed is None else jnp.where(allowed, x, -jnp.inf), factor
