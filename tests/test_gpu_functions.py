@@ -8,11 +8,12 @@ import scipy.special
 from jax import lax
 
 import pallas_fa
+from pallas_fa import scores
 from pallas_fa.backends.gpu import elementwise
 from tests import accuracy
 from tests.elementwise_kernel import SEMANTICS, run
 from tests.test_float_functions import ACCURATE, VALUES, line, worst
-from tests.test_kernel_functions import ARRAYS, CALLS, B, H, N, S, T
+from tests.test_kernel_functions import ARRAYS, CALLS, CONSTANT, B, H, N, S, T
 from tests.test_kernel_operations import CLAIMED, dtypes_of_operands, function
 
 pytestmark = pytest.mark.gpu
@@ -150,3 +151,24 @@ def test_calls_are_accurate(name, implementation):
         counted = drawn if drawn[0][-1] < accuracy.FEW else drawn[:1]
         scale, of_xla, of_ours, _ = np.mean(counted, axis=0)
         assert of_ours <= 2 * of_xla + 2.0**-8 * scale, name
+
+
+@pytest.mark.parametrize("implementation", ("mosaic_gpu", "mma"))
+@pytest.mark.parametrize("name", CONSTANT)
+def test_scores_may_be_constant(name, implementation):
+    """Those of one query, too, which other kernels compute."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((B, n, N, H)), jnp.bfloat16) for n in (T, S))
+    a = jnp.asarray(rng.uniform(0.5, 2, (1, N, 1, 1)), jnp.float32)
+
+    def program(implementation):
+        def attend(q, k, a):
+            score = scores.Custom(CONSTANT[name], a)
+            return pallas_fa.dot_product_attention(q, k, k, score=score, implementation=implementation)
+
+        loss = lambda *args: jnp.sum(jnp.sin(attend(*args).astype(jnp.float32)))
+        return jax.jit(lambda q, k, a: (attend(q, k, a), attend(q[:, :1], k, a), jax.grad(loss, (0, 1, 2))(q, k, a)))
+
+    for ours, want in zip(*(jax.tree.leaves(program(x)(q, k, a)) for x in (implementation, "reference")), strict=True):
+        ours, want = (np.asarray(x, np.float64) for x in (ours, want))
+        np.testing.assert_allclose(ours, want, atol=0.02 * max(abs(want).max(), 0.05))

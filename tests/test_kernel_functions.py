@@ -109,6 +109,34 @@ def test_the_default_lowers_to_kernels(name):
     assert kernels(gradients, x, y, y, arrays) >= 2  # gradients of arrays may take a pass of their own
 
 
+# Scores that are one number in a tile, or whose derivatives are: by x, by the array, or by both.
+CONSTANT = {
+    "one": lambda x, b, n, t, s, a: jnp.ones_like(x),
+    "by head": lambda x, b, n, t, s, a: jnp.broadcast_to(n.astype(jnp.float32), x.shape),
+    "the array": lambda x, b, n, t, s, a: jnp.broadcast_to(a, x.shape),
+    "floor of x": lambda x, b, n, t, s, a: jnp.floor(x) + 0 * a,
+    "quotients": lambda x, b, n, t, s, a: x + x // a,
+}
+
+
+@pytest.mark.parametrize("implementation", ("mosaic_gpu", "mma"))
+@pytest.mark.parametrize("shape", ((1, N, 1, 1), (1, 1, T, 1)), ids=("heads", "rows"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.full if x == "quotients" else ()) for x in CONSTANT]
+)
+def test_scores_may_be_constant(name, shape, implementation):
+    x, y, one = (jax.ShapeDtypeStruct((B, n, N, H), jnp.bfloat16) for n in (T, S, 1))
+
+    def attend(q, k, a):
+        score = scores.Custom(CONSTANT[name], a)
+        return pallas_fa.dot_product_attention(q, k, k, score=score, implementation=implementation)
+
+    loss = lambda *args: attend(*args).astype(jnp.float32).sum()
+    assert kernels(jax.grad(loss, (0, 1, 2)), x, y, jax.ShapeDtypeStruct(shape, jnp.float32)) >= 2
+    if shape[2] == 1:
+        assert kernels(attend, one, y, jax.ShapeDtypeStruct(shape, jnp.float32)) >= 1
+
+
 def test_masks_get_16_bit_floats_as_float32():
     """On every implementation, as kernels load them."""
     seen = set()

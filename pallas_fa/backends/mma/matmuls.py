@@ -56,6 +56,10 @@ class Mma:
         """Returns what an accumulator holds, as a tile to store."""
         return plgpu.layout_cast(acc, TILE)
 
+    def as_tile(self, x: Any) -> Any:
+        """Returns `x` [rows, columns] as a tile: what a custom function gives may be one number for all of its elements."""
+        return x if self.interpret else plgpu.layout_cast(x, TILE)
+
     def inner_products(self, a: Any, b: Any) -> Any:
         """Returns a b^T of a [rows, dim] and b [columns, dim] in shared memory."""
         if self.interpret:

@@ -125,7 +125,7 @@ class Backward:
         if kind.accumulates_qk:
             dp = drop(self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv))
             ds = p * (dp + self._statistic("delta", slot, p.shape))
-            found = tile.pullback(s, ds, plan.problem.scale)
+            found = [self.mma.as_tile(x) for x in tile.pullback(s, ds, plan.problem.scale)]
             ds, *gradients = tile.without_nan(found, may_be_nan=plan.scored)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))

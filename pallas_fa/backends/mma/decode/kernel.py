@@ -81,7 +81,7 @@ class Decode(QueryBlock):
         x = self.parts.inner_products(scratch["q_smem"], scratch["k_smem"].at[slot])
         at = Place(self.b, self.n, self.t0, self.first_key(i), queries=plan.config.rows)
         x, self.factor = logits(plan, x, at, is_boundary, lambda: self._arrays(x.shape, slot))
-        l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
+        l, p, *of_max = online_softmax(plan, self.mma.as_tile(x), self.factor, m, l, is_boundary)
         if of_max:
             m, rescale = of_max
             acc = self.mma.times_rows(acc, rescale)

@@ -82,7 +82,7 @@ class Forward(QueryBlock):
         s0 = self.first_key(i)
         at = Place(self.b, self.n, self.t0, s0)
         x, self.factor = logits(plan, x, at, is_boundary, lambda: self._arrays(x.shape, i, is_boundary))
-        l, p, *of_max = online_softmax(plan, x, self.factor, m, l, is_boundary)
+        l, p, *of_max = online_softmax(plan, self.mma.as_tile(x), self.factor, m, l, is_boundary)
         if of_max:
             m, rescale = of_max
             acc = self.mma.times_rows(acc, rescale)
