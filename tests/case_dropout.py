@@ -22,24 +22,25 @@ def multipliers(words: np.ndarray, rate: float, b: Any, n: Any, t: Any, s: Any) 
     b, n, t, s = (np.asarray(x, np.uint64) for x in (b, n, t, s))
     for word in words:
         b, n = philox2x32(b, n, word, 10)
-    pair = philox2x32((t - (t & 8)) ^ n, s - (s & 9), b, 7)
-    # The bytes of both words, lowest first: an element's number has one of them, or two, in its upper and its lower half.
-    first, second = ([word >> np.uint64(8 * i) & np.uint64(0xFF) for i in range(4)] for word in pair)
-    odd = (s & 1).astype(bool)
-    of_key = lambda even, x: np.where(odd, x, even)
-    upper = {
-        (0, 0): of_key(first[1], first[3]),
-        (0, 8): of_key(first[0] ^ second[1], first[2] ^ second[3]),
-        (8, 0): of_key(second[1], second[3]),
-        (8, 8): of_key(second[2] ^ first[1], second[0] ^ first[3]),
+    pair = philox2x32((t - (t & 8)) ^ n, s - (s & 25), b, 7)
+    # The bytes of both words, lowest first, and what they are rotated. A number has two bytes for even and two for odd keys.
+    of_bytes = lambda word: np.stack([word >> np.uint64(8 * i) & np.uint64(0xFF) for i in range(4)])
+    a, z = map(of_bytes, pair)
+    a_right, z_right, a_left = np.roll(a, -1, 0), np.roll(z, -1, 0), np.roll(a, 1, 0)
+    numbers = {
+        (0, 0, 0): a,
+        (0, 0, 8): a_right ^ z,
+        (0, 8, 0): z,
+        (0, 8, 8): z_right ^ a,
+        (16, 0, 0): a ^ a_right ^ z_right ^ a_left,
+        (16, 0, 8): a_right ^ z ^ z_right,
+        (16, 8, 0): a ^ a_right ^ a_left ^ z,
+        (16, 8, 8): z_right ^ a_left,
     }
-    lower = {
-        (0, 0): of_key(first[0], first[2]),
-        (0, 8): of_key(first[1] ^ second[0], first[3] ^ second[2]),
-        (8, 0): of_key(second[0], second[2]),
-        (8, 8): of_key(second[3] ^ first[0], second[1] ^ first[2]),
-    }
-    chosen = lambda by_place: sum(np.where((t & 8 == i) & (s & 8 == j), x, 0) for (i, j), x in by_place.items())
-    bits = (chosen(upper) & 0x7F) << 8 | chosen(lower)
+    bits = 0
+    for (far, of_query, of_key), of_number in numbers.items():
+        high, low = (np.where(s & 1, of_number[i + 2], of_number[i]) for i in (1, 0))
+        here = (s & 16 == far) & (t & 8 == of_query) & (s & 8 == of_key)
+        bits = bits + np.where(here, (high & 0x7F) << 8 | low, 0)
     threshold = round(rate * 2**15)
     return np.asarray(bits >= threshold) / (1 - threshold / 2**15)

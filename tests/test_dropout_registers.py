@@ -26,6 +26,8 @@ class _Words:
     xori = staticmethod(lambda a, b: a ^ b)
     andi = staticmethod(lambda a, b: a & b)
     ori = staticmethod(lambda a, b: a | b)
+    subi = staticmethod(lambda a, b: (a - b) % 2**32)
+    shrui = staticmethod(lambda a, b: a >> b)
     mului_extended = staticmethod(lambda a, b: (a * b % 2**32, a * b // 2**32))
     cmpi = staticmethod(lambda predicate, a, b: a != b)
     select = staticmethod(np.where)
@@ -76,10 +78,14 @@ def test_two_decisions_at_once(threshold, monkeypatch):
 
 
 @pytest.mark.parametrize("threshold", (10000, 0x7C80))
-@pytest.mark.parametrize(("keys_by_queries", "rounded"), ((False, False), (True, False), (False, True)))
-def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, threshold, monkeypatch):
+@pytest.mark.parametrize(
+    ("keys_by_queries", "rounded", "width"),
+    ((False, False, 160), (False, False, 144), (True, False, 144), (False, True, 160)),
+)
+def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, threshold, monkeypatch):
     """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
-    shape, seeds, first = (64, 144), (0x12345678, 0x9ABCDEF0), np.uint64(48)
+    shape, seeds, first = (64, width), (0x12345678, 0x9ABCDEF0), np.uint64(192)
+    first_column = np.uint64(width)  # that of the second tile
     kernel, thread = in_numpy(monkeypatch), np.arange(128, dtype=np.uint64)
     row = lambda half: 16 * (thread // 32) + thread % 32 // 4 + 8 * half  # of the layout of wgmma's results
     column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2, dtype=np.uint64)
@@ -92,7 +98,7 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, thresho
         return SimpleNamespace(registers=array.reshape(shape), shape=x.shape, layout=None)
 
     class Register(np.ndarray):
-        type = None
+        type = SimpleNamespace(element_type=None)
 
         def __new__(cls, x):
             return np.asarray(x).view(cls)
@@ -102,7 +108,7 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, thresho
         (1, shape[1] // 8, 1, 1, 2), [x[row(h)[:, None].astype(int), column(tile).astype(int)] for tile, h in places]
     )
     rows = registers((1, 1, 2), [first + row(h)[:, None] for h in range(2)])
-    columns = registers((shape[1] // 8, 1, 1), [column(tile) for tile in range(shape[1] // 8)])
+    columns = registers((shape[1] // 8, 1, 1), [first_column + column(tile) for tile in range(shape[1] // 8)])
     key, offset = (np.uint64(x) for x in seeds)
     draw = kernel.Draw(shape, keys_by_queries, threshold)
     run = draw.random if rounded else draw.decisions
@@ -113,10 +119,10 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, thresho
         found = [np.where(mask, x, 0) for mask, x in zip(masks, tiled.registers.reshape(-1), strict=True)]
         assert {int(bits) for mask in masks for bits in np.unique(mask)} == {0, -1}
     else:
-        assert len(words) == 3  # bits of 72 elements
+        assert len(words) == 3  # bits of 72 or 80 elements
         found = draw.select(None, tiled, *words).reshape(-1)
 
-    r, c = first + np.arange(shape[0]), np.arange(shape[1])
+    r, c = first + np.arange(shape[0]), first_column + np.arange(shape[1])
     t, s = (c[:, None], r[None]) if keys_by_queries else (r[:, None], c[None])
     keeps = np.asarray(
         Dropout(tuple(jnp.full((1, 1, 1, 1), x, jnp.uint32) for x in seeds), threshold).keeps(t, s)[0, 0]
@@ -128,18 +134,18 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, thresho
         )
 
 
-@pytest.mark.parametrize("rows", (32, 24))
-def test_where_a_shard_starts(rows):
-    """The kernels share calls of the generator only where shards start at multiples of 16."""
+@pytest.mark.parametrize(("rows", "first_key"), ((32, 32), (16, 64), (24, 32), (32, 16)))
+def test_where_a_shard_starts(rows, first_key):
+    """The kernels share calls of the generator only where queries start at multiples of 16, and keys of 32."""
     from pallas_fa.operands.part import Part
     from pallas_fa.problem import normalise
 
     x = jnp.ones((1, rows, 2, 64), jnp.bfloat16)
     _, operands = normalise(x, x, x, dropout_rate=0.1, dropout_key=jax.random.key(0))
-    moved = operands.dropout.moved(Part((0, 0, jnp.int32(3) * rows, 32), (1, 2, rows, rows)))
-    assert moved.aligned == (rows == 32)
+    moved = operands.dropout.moved(Part((0, 0, jnp.int32(3) * rows, first_key), (1, 2, rows, rows)))
+    assert moved.aligned == (rows % 16 == 0 and first_key % 32 == 0)
     np.testing.assert_array_equal(moved.first_query, 3 * rows)
-    assert moved.first_key == 32
+    assert moved.first_key == first_key
 
 
 @pytest.mark.parametrize(

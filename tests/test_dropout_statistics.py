@@ -1,6 +1,7 @@
 """The statistics of dropout: its rate, and the independence of elements, heads, batch entries, keys and layers."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -41,6 +42,7 @@ def small_words(count):
 
 SHIFTS = [tuple(row) for row in np.eye(5, dtype=int)] + [
     *((0, 0, 0, 8, 0), (0, 0, 0, 0, 8), (0, 0, 0, 8, 8), (0, 0, 0, 8, 1), (0, 0, 0, 8, 9), (0, 0, 0, 0, 9)),
+    *((0, 0, 0, 0, 2), (0, 0, 0, 0, 16), (0, 0, 0, 8, 16), (0, 0, 0, 0, 24), (0, 0, 0, 0, 32)),
     *((0, 0, 0, 1, 1), (0, 0, 1, 1, 0), (1, 0, 0, 0, 1)),
 ]  # along [keys, B, N, T, S]
 
@@ -50,7 +52,7 @@ def worst_deviation(keep, rate):
     x = (np.asarray(keep, np.float32) - (1 - rate)) / math.sqrt(rate * (1 - rate))
     z = lambda x: abs(float(x.mean(dtype=np.float64))) * math.sqrt(x.size)
     found = [z(x)]
-    slices = {step: (slice(None, -step or None), slice(step, None)) for step in (0, 1, 8, 9)}
+    slices = {step: (slice(None, -step or None), slice(step, None)) for step in (0, 1, 2, 8, 9, 16, 24, 32)}
     for shift in SHIFTS:
         before, after = (tuple(slices[step][i] for step in shift) for i in (0, 1))
         found.append(z(x[before] * x[after]))
@@ -68,7 +70,7 @@ SHAPE = (2, 4, 64, 128)
 @pytest.mark.parametrize("keys", (keys_of_seeds, folds_of_one_key, small_words), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("rate", (pytest.param(0.1, marks=pytest.mark.full), 0.5))
 def test_rate_and_independence(keys, rate):
-    """4 million draws: 20 statistics within 5 standard deviations."""
+    """4 million draws: 25 statistics within 5 standard deviations."""
     assert worst_deviation(_draws(keys(64), rate, SHAPE), rate) < 5
 
 
@@ -87,12 +89,38 @@ def test_patterns_over_many_keys(shape):
 
 
 def test_patterns_of_one_call_of_the_generator():
-    """Half a million calls. The rate is no multiple of 2^-7, so that all 15 bits of an element decide."""
-    keep = _draws(keys_of_seeds(64), 0.3, SHAPE).reshape(
-        64, 2, 4, 4, 2, 8, 8, 2, 4, 2
-    )  # [.., t ^ 8, .., s ^ 8, .., s ^ 1]
-    calls = jnp.moveaxis(keep, (4, 7, 9), (-3, -2, -1)).reshape(-1, 8)
+    """A million halves of calls. The rate is no multiple of 2^-7, so that all 15 bits of an element decide."""
+    keep = _draws(keys_of_seeds(64), 0.3, SHAPE).reshape(64, 2, 4, 4, 2, 8, 8, 2, 4, 2)
+    calls = jnp.moveaxis(keep, (4, 7, 9), (-3, -2, -1)).reshape(-1, 8)  # by t ^ 8, s ^ 8 and s ^ 1
     assert chi_square(calls, 0.3) < 5
+
+
+def rank(vectors):
+    """Of ints, as vectors of bits."""
+    basis = []
+    for vector in vectors:
+        for other in basis:
+            vector = min(vector, vector ^ other)
+        basis += [vector] * (vector > 0)
+    return len(basis)
+
+
+def test_numbers_of_one_call_are_independent():
+    """They are linear in the 64 random bits: independent are bits of numbers that depend on these in independent ways."""
+    inputs = np.uint64(1) << np.arange(64, dtype=np.uint64)
+    words = np.stack(dropout.numbers(*(jnp.asarray(inputs >> shift & 2**32 - 1, jnp.uint32) for shift in (0, 32))))
+    halves = np.concatenate([words >> shift & 0x7FFF for shift in (0, 16)]).astype(object)  # [numbers, inputs]
+    bits = [
+        [sum((int(x) >> bit & 1) << i for i, x in enumerate(number)) for bit in range(14, -1, -1)] for number in halves
+    ]
+    dependent = lambda count, of_bits, numbers: sum(
+        rank(itertools.chain.from_iterable(x[:of_bits] for x in chosen)) < count * of_bits
+        for chosen in itertools.combinations(numbers, count)
+    )
+    assert [dependent(2, 15, bits), dependent(3, 7, bits), dependent(4, 7, bits)] == [0, 0, 7]
+    far = [i for i in range(16) if i % 8 >= 4]
+    for half in (far, sorted(set(range(16)) - set(far))):
+        assert not dependent(8, 7, [bits[i] for i in half])
 
 
 @pytest.mark.parametrize("rounds", (*(pytest.param(i, marks=pytest.mark.full) for i in (1, 2)), 3))

@@ -1,6 +1,6 @@
-"""Dropout on a tile of probabilities in registers: `softmax.dropout`, with one call of the generator for eight elements.
+"""Dropout on a tile of probabilities in registers: `softmax.dropout`, with one call of the generator for sixteen elements.
 
-Where tiles start at multiples of 16, a thread calls it so (see `dropout_bits`). Elsewhere, as on a shard of odd length, each
+Where tiles start at multiples of 32, a thread calls it so (see `dropout_bits`). Elsewhere, as on a shard of odd length, each
 element takes a call. What is random is drawn before it is used, so that the generator stays out of the softmax.
 """
 
@@ -46,10 +46,10 @@ class KeptBits(NamedTuple):
     words: tuple[Any, ...]
 
     def select(self, x: Any) -> Any:
-        """Returns float32 `x` where it is kept, elsewhere 0."""
+        """Returns `x` where it is kept, elsewhere 0."""
         run: Any = plgpu.inline_mgpu(
             arg_types=(TILE, *(_PER_THREAD for _ in self.words)),
-            return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
+            return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE),
         )(self.draw.select)
         return run(x, *self.words)
 
@@ -78,8 +78,8 @@ type Kept = KeptElements | KeptBits | KeptRounded
 class HeadDropout(NamedTuple):
     """The dropout of one batch entry and query head: scalars, and the threshold.
 
-    `by_eights`: whether the generator is called once for eight elements, which the interpreter can't run, and which needs
-    tiles that start at multiples of 16; else once for each.
+    `shares_calls`: whether the generator is called once for sixteen elements, which the interpreter can't run, and which
+    needs queries and keys that are `Dropout.aligned`; else once for each.
     """
 
     key: Any
@@ -87,7 +87,7 @@ class HeadDropout(NamedTuple):
     first_query: Any
     first_key: Any
     threshold: int
-    by_eights: bool
+    shares_calls: bool
 
     @classmethod
     def load(cls, dropout: Dropout, gmem: Any, b: Any, n: Any, interpret: bool) -> "HeadDropout":
@@ -106,17 +106,18 @@ class HeadDropout(NamedTuple):
           t0: the first query of the tile, counted from the first here, as `s0` is.
           s0: its first key.
           keys_by_queries: the tile is [keys, queries].
-          rounded: what is selected has 16-bit elements, else float32; not with `keys_by_queries`.
+          rounded: what is selected has 16-bit elements, of queries by keys.
         """
         t0, s0 = t0 + self.first_query, s0 + self.first_key
         row0, column0 = (s0, t0) if keys_by_queries else (t0, s0)
         rows = row0 + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=PER_ROW)
         columns = column0 + plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=PER_COLUMN)
-        if not self.by_eights:
+        if not self.shares_calls:
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             along = lambda i: lax.broadcast_in_dim(i, shape, [0 if i is rows else 1])
             return KeptElements(elementwise.inline(self._keeps, along(t), along(s)))
         draw = Draw(shape, keys_by_queries, self.threshold)
+        rounded = rounded and draw.in_words
         words, of_thread = (draw.random, 2 * len(draw.calls)) if rounded else (draw.decisions, draw.words)
         word: Any = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=_PER_THREAD)
         run: Any = plgpu.inline_mgpu(

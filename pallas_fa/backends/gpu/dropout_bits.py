@@ -1,9 +1,9 @@
-"""The random bits of a tile, by the registers of a thread, with one call of the generator for eight elements.
+"""The random bits of a tile, by the registers of a thread, with one call of the generator for sixteen elements.
 
 A thread of a tile in registers holds rows r and r + 8 of each 16, and columns c, c + 1, c + 8 and c + 9 of each 16, with c
-even. As queries by keys these are {t, t ^ 8} x {s, s ^ 1, s ^ 8, s ^ 9}: the elements of one call. As keys by queries they
-are halves of two calls, for two neighbouring queries, whose other halves belong to the thread that holds the key s ^ 1.
-Each of the two threads makes one of the calls, and they exchange decisions.
+even. As queries by keys, those of 32 columns are the elements of one call. As keys by queries it holds quarters of two
+calls, for two neighbouring queries: those of its keys' bit `FAR`. Of each, the thread with the key s ^ 1 needs another
+quarter. Each of the two threads makes one of the calls, and they exchange decisions.
 """
 
 import collections
@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_fa.softmax.dropout import DECISION_BITS, ROUNDS
+from pallas_fa.softmax.dropout import DECISION_BITS, FAR, KEY_BLOCK, NEIGHBOUR, QUERY_BLOCK, ROUNDS
 from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
 THREADS = 128  # of a warpgroup
@@ -42,8 +42,18 @@ class Draw(NamedTuple):
 
     @property
     def calls(self) -> list[tuple[int, int]]:
-        """The calls of the generator in order, by tiles of 64 rows and 8 columns: (of rows, the first of two of columns)."""
-        return list(itertools.product(range(self.shape[0] // 64), range(0, self.shape[1] // 8, 2)))
+        """The calls of the generator in order, by tiles of 64 rows and 8 columns: (of rows, the first of columns)."""
+        return list(itertools.product(range(self.shape[0] // 64), range(0, self.shape[1] // 8, self._columns)))
+
+    @property
+    def _columns(self) -> int:
+        """How many tiles of 8 columns a call has; half of its keys where that divides the tile, and what it starts at."""
+        return (KEY_BLOCK if self.in_words else QUERY_BLOCK) // 8
+
+    @property
+    def in_words(self) -> bool:
+        """Whether words of `random` tell all of `masks`: the tile is of queries by keys, and each call has all its keys."""
+        return not self.keys_by_queries and self.shape[1] % KEY_BLOCK == 0
 
     def random(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
         """Returns two random words for each call, by positions of rows and columns, and the two seeds."""
@@ -53,25 +63,25 @@ class Draw(NamedTuple):
     def decisions(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
         """Returns words of decisions, by positions of rows and columns, and the two seeds."""
         found = [_word(0)] * self.words
-        for call, words in enumerate(self._random(rows, columns, key, offset)):
-            numbers = _numbers(*words)
-            for register, number in enumerate(self._numbers_by_register()):
-                at, first = divmod(4 * call + register, _BITS // 2)
-                bits = arith.andi(_at_least(numbers[number], self.threshold), _word(0x10001 << first))
-                found[at] = arith.ori(found[at], bits)
+        random = self._random(rows, columns, key, offset)
+        for i, number in enumerate(self._numbers(random, self._halves(rows, columns))):
+            at, first = divmod(i, _BITS // 2)
+            bits = arith.andi(_at_least(number, self.threshold), _word(0x10001 << first))
+            found[at] = arith.ori(found[at], bits)
         if not self.keys_by_queries:
             return tuple(_per_thread(_here(x)) for x in found)
         # The halves are of even and odd keys. A thread keeps that of its key's parity for the queries of that parity, and
         # gets those of the other queries.
-        chosen = arith.select(self._is_odd(rows), _word(0x3276), _word(0x5410))
+        is_odd = _all_or_none(rows.registers.reshape(-1)[0], NEIGHBOUR)
+        chosen = arith.xori(_word(0x5410), arith.andi(is_odd, _word(0x3276 ^ 0x5410)))
         return tuple(_per_thread(_bytes(x, _exchanged(x), chosen)) for x in found)
 
     def select(self, _: Any, x: Any, *words: Any) -> Any:
-        """Returns the elements of float32 `x` that are kept, and 0 for others, by words of decisions."""
+        """Returns the elements of `x` that are kept, and 0 for others, by words of decisions."""
         bits = [_element(word.registers[0], 0) for word in words]
         results = self._by_tile(x.registers).copy()
-        f32 = ir.F32Type.get()
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        kind = results.flat[0].type.element_type
+        zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
         chosen: Any = collections.defaultdict(list)
         for i, at in enumerate(self._places()):
             word, place = divmod(i, _BITS // 2)
@@ -85,15 +95,13 @@ class Draw(NamedTuple):
 
     def masks(self, _: Any, *words: Any) -> Any:
         """Returns int16 with all bits set for elements that are kept, 0 for others, by random words; queries by keys."""
-        words = tuple(_element(word.registers[0], 0) for word in words)
-        numbers = [_numbers(*words[i : i + 2]) for i in range(0, len(words), 2)]
+        random = [_element(word.registers[0], 0) for word in words]
         layout = plgpu.Layout.WGMMA.to_mgpu()
         results = np.empty(layout.registers_shape(self.shape), object)
         by_tile = self._by_tile(results)
         i16 = ir.IntegerType.get_signless(16)
-        for i, at in enumerate(self._places()):
-            call, register = divmod(i, 4)
-            number = numbers[call][self._numbers_by_register()[register]]
+        numbers = self._numbers(zip(random[::2], random[1::2], strict=True), self._both_halves())
+        for at, number in zip(self._places(), numbers, strict=True):
             one = vector.from_elements(_one_word(), [_at_least(number, self.threshold)])
             by_tile[at] = vector.bitcast(ir.VectorType.get((2,), i16), one)
         return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=True)
@@ -106,25 +114,36 @@ class Draw(NamedTuple):
             row, column = _element(rows[i], 0), _element(columns[j], 0)
             t, s = row, column
             if self.keys_by_queries:
-                parity = arith.andi(row, _word(1))
-                t, s = arith.addi(column, parity), arith.xori(row, parity)
+                t, s = arith.addi(column, arith.andi(row, _word(NEIGHBOUR))), arith.andi(row, _word(~NEIGHBOUR))
+            if not self.in_words:
+                s = arith.andi(s, _word(~FAR))
             yield _philox2x32(arith.xori(t, offset), s, round_keys)
 
-    def _is_odd(self, rows):
-        row = _element(rows.registers.reshape(-1)[0], 0)
-        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, _word(1)), _word(0))
+    def _numbers(self, random, halves):
+        """Yields words of two numbers in the order of `_places`, from two words for each call and the halves it decides."""
+        for (first, second), are_far in zip(random, halves, strict=True):
+            for is_far in are_far:
+                found = _numbers(first, second, is_far)
+                yield from found if self.keys_by_queries else (found[i] for i in (0, 2, 1, 3))
+
+    def _halves(self, rows, columns):
+        """The halves that each call decides (see `_numbers`), by positions of rows and columns."""
+        if self.in_words:
+            return self._both_halves()
+        if self.keys_by_queries:
+            return [(_all_or_none(rows.registers.reshape(-1)[0], FAR),)] * len(self.calls)
+        return [(_all_or_none(columns.registers.reshape(-1)[j], FAR),) for _, j in self.calls]
+
+    def _both_halves(self):
+        return [(False, True)] * len(self.calls)
 
     def _by_tile(self, registers):
         """Vectors of two columns: [rows / 64, columns / 8, 2], r + 8 after r."""
         return registers.reshape(self.shape[0] // 64, self.shape[1] // 8, 2)
 
     def _places(self):
-        """Where the registers of a tile are in `_by_tile`: four for each call."""
-        return [(i, j + of_column, of_row) for i, j in self.calls for of_column in range(2) for of_row in range(2)]
-
-    def _numbers_by_register(self):
-        """Which number of `_numbers` decides each of four registers."""
-        return (0, 1, 2, 3) if self.keys_by_queries else (0, 2, 1, 3)
+        """Where the registers of a tile are in `_by_tile`, call by call."""
+        return [(i, j + column, row) for i, j in self.calls for column in range(self._columns) for row in range(2)]
 
 
 def _philox2x32(first, second, round_keys):
@@ -135,10 +154,27 @@ def _philox2x32(first, second, round_keys):
     return first, second
 
 
-def _numbers(first, second):
-    """As `dropout.numbers`."""
-    swapped, reverse = _bytes(first, first, _word(0x2301)), _bytes(second, second, _word(0x0123))
-    return first, arith.xori(swapped, second), second, arith.xori(reverse, first)
+def _numbers(first, second, is_far):
+    """As `dropout.numbers`, those of keys with the bit `FAR` or of the others; `is_far`: a bool, or all bits or none."""
+    rotated = lambda x, which: _bytes(x, x, _word(which))
+    x, y = rotated(first, 0x0321), rotated(second, 0x0321)
+    near = first, arith.xori(x, second), second, arith.xori(y, first)
+    if is_far is False:
+        return near
+    z = rotated(first, 0x2103)
+    if is_far is True:
+        of_x, of_first = (arith.xori(i, z) for i in (x, first))
+        return arith.xori(near[3], of_x), arith.xori(near[1], y), arith.xori(near[1], of_first), arith.xori(y, z)
+    here = lambda i: arith.andi(i, is_far)
+    of_x, of_y, of_first = here(arith.xori(x, z)), here(y), here(first)
+    changes = arith.xori(of_x, of_y), of_y, arith.xori(of_x, of_first), arith.xori(of_first, here(z))
+    return tuple(map(arith.xori, near, changes))
+
+
+def _all_or_none(positions, bit):
+    """Returns all bits set if the first of a thread's `positions` has that bit, else none."""
+    shifted = arith.shrui(_element(positions, 0), _word(bit.bit_length() - 1))
+    return arith.subi(_word(0), arith.andi(shifted, _word(1)))
 
 
 def _at_least(word, threshold):

@@ -124,12 +124,6 @@ TILES = Table(
         keys=up_to(512),
     ),
     Row(
-        (ForwardConfig(2, pin_softmax=False, ping_pong=True, l2_head_group=16), *_SMALL),
-        "library/dropout-by-philox",
-        **_H64,
-        dropout=True,
-    ),
-    Row(
         (
             ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
             ForwardConfig(2, ping_pong=True),
@@ -145,7 +139,7 @@ TILES = Table(
         visit_table=True,
     ),
     Row(
-        _two_warpgroups(pin_softmax=False, **_LATE),
+        _two_warpgroups(pin_softmax=False, ping_pong=True),
         "library/dropout-by-philox",
         **_H128,
         visit_table=False,
@@ -170,6 +164,7 @@ TILES = Table(
         **_H256,
         uniform=True,
         visit_table=False,
+        dropout=False,
         length=at_least(2048),
     ),
     Row(_LATE_64, "forward/rescale-under-qk", **_H256),
