@@ -1,5 +1,7 @@
 """The functions of `Custom` masks and scores on a GPU, where lowering alone proves nothing about results."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +158,7 @@ def test_calls_are_accurate(name, implementation):
 @pytest.mark.parametrize("implementation", ("mosaic_gpu", "mma"))
 @pytest.mark.parametrize("name", CONSTANT)
 def test_scores_may_be_constant(name, implementation):
-    """Those of one query, too, which other kernels compute."""
+    """Those of one query, too, which other kernels compute. Many rows whose errors cancel by luck add to the gradient of `a`."""
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.standard_normal((B, n, N, H)), jnp.bfloat16) for n in (T, S))
     a = jnp.asarray(rng.uniform(0.5, 2, (1, N, 1, 1)), jnp.float32)
@@ -169,6 +171,7 @@ def test_scores_may_be_constant(name, implementation):
         loss = lambda *args: jnp.sum(jnp.sin(attend(*args).astype(jnp.float32)))
         return jax.jit(lambda q, k, a: (attend(q, k, a), attend(q[:, :1], k, a), jax.grad(loss, (0, 1, 2))(q, k, a)))
 
-    for ours, want in zip(*(jax.tree.leaves(program(x)(q, k, a)) for x in (implementation, "reference")), strict=True):
+    results = [jax.tree.leaves(program(x)(q, k, a)) for x in (implementation, "reference")]
+    for ours, want, least in zip(*results, (0.05, 0.05, 0.05, 0.05, math.sqrt(B * T)), strict=True):
         ours, want = (np.asarray(x, np.float64) for x in (ours, want))
-        np.testing.assert_allclose(ours, want, atol=0.02 * max(abs(want).max(), 0.05))
+        np.testing.assert_allclose(ours, want, atol=0.02 * max(abs(want).max(), least))
