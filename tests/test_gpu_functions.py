@@ -158,7 +158,7 @@ def test_calls_are_accurate(name, implementation):
 @pytest.mark.parametrize("implementation", ("mosaic_gpu", "mma"))
 @pytest.mark.parametrize("name", CONSTANT)
 def test_scores_may_be_constant(name, implementation):
-    """Those of one query, too, which other kernels compute. Many rows whose errors cancel by luck add to the gradient of `a`."""
+    """Those of one query, too, which other kernels compute. In the gradient of `a`, errors of many rows cancel by luck."""
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.standard_normal((B, n, N, H)), jnp.bfloat16) for n in (T, S))
     a = jnp.asarray(rng.uniform(0.5, 2, (1, N, 1, 1)), jnp.float32)
