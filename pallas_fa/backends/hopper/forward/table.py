@@ -189,7 +189,6 @@ PAIRS = Table(
     Row((0,), "forward/short-windows", **_SHORT_WINDOW_128),
     Row((0,), "forward/few-keys", **_FEW_KEYS_128, keys=up_to(512)),
     Row((0,), "library/float32-products", split=True),  # two query blocks don't fit shared memory
-    Row((0,), "library/dropout-by-philox", **_H128, dropout=True),
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
     Row((0,), **_H64),
