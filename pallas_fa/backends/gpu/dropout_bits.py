@@ -47,12 +47,12 @@ class Draw(NamedTuple):
 
     @property
     def _columns(self) -> int:
-        """How many tiles of 8 columns a call has; half of its keys where that divides the tile, and what it starts at."""
+        """How many tiles of 8 columns a call decides here: those of all its keys, of half of them, or of its queries."""
         return (KEY_BLOCK if self.in_words else QUERY_BLOCK) // 8
 
     @property
     def in_words(self) -> bool:
-        """Whether words of `random` tell all of `masks`: the tile is of queries by keys, and each call has all its keys."""
+        """Whether the tile, of queries by keys, holds all keys of each call; then words of `random` tell `masks` all."""
         return not self.keys_by_queries and self.shape[1] % KEY_BLOCK == 0
 
     def random(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
