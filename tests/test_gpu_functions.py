@@ -10,12 +10,11 @@ import scipy.special
 from jax import lax
 
 import pallas_fa
-from pallas_fa import scores
 from pallas_fa.backends.gpu import elementwise
 from tests import accuracy
 from tests.elementwise_kernel import SEMANTICS, run
 from tests.test_float_functions import ACCURATE, VALUES, line, worst
-from tests.test_kernel_functions import ARRAYS, CALLS, CONSTANT, B, H, N, S, T
+from tests.test_kernel_functions import ARRAYS, CALLS, CONSTANT, B, H, N, S, T, with_constant_score
 from tests.test_kernel_operations import CLAIMED, dtypes_of_operands, function
 
 pytestmark = pytest.mark.gpu
@@ -164,10 +163,7 @@ def test_scores_may_be_constant(name, implementation):
     a = jnp.asarray(rng.uniform(0.5, 2, (1, N, 1, 1)), jnp.float32)
 
     def program(implementation):
-        def attend(q, k, a):
-            score = scores.Custom(CONSTANT[name], a)
-            return pallas_fa.dot_product_attention(q, k, k, score=score, implementation=implementation)
-
+        attend = with_constant_score(name, implementation)
         loss = lambda *args: jnp.sum(jnp.sin(attend(*args).astype(jnp.float32)))
         return jax.jit(lambda q, k, a: (attend(q, k, a), attend(q[:, :1], k, a), jax.grad(loss, (0, 1, 2))(q, k, a)))
 

@@ -119,6 +119,16 @@ CONSTANT = {
 }
 
 
+def with_constant_score(name, implementation):
+    """Attention of queries, keys that are the values too, and the array of that score."""
+
+    def attend(q, k, a):
+        score = scores.Custom(CONSTANT[name], a)
+        return pallas_fa.dot_product_attention(q, k, k, score=score, implementation=implementation)
+
+    return attend
+
+
 @pytest.mark.parametrize("implementation", ("mosaic_gpu", "mma"))
 @pytest.mark.parametrize("shape", ((1, N, 1, 1), (1, 1, T, 1)), ids=("heads", "rows"))
 @pytest.mark.parametrize(
@@ -127,10 +137,7 @@ CONSTANT = {
 def test_scores_may_be_constant(name, shape, implementation):
     x, y, one = (jax.ShapeDtypeStruct((B, n, N, H), jnp.bfloat16) for n in (T, S, 1))
 
-    def attend(q, k, a):
-        score = scores.Custom(CONSTANT[name], a)
-        return pallas_fa.dot_product_attention(q, k, k, score=score, implementation=implementation)
-
+    attend = with_constant_score(name, implementation)
     loss = lambda *args: attend(*args).astype(jnp.float32).sum()
     assert kernels(jax.grad(loss, (0, 1, 2)), x, y, jax.ShapeDtypeStruct(shape, jnp.float32)) >= 2
     if shape[2] == 1:
