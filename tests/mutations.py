@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation("backends/mma/decode/kernel.py", "weight / jnp.where(empty", "1 / jnp.where(empty", MMA_DECODE),
     Mutation("backends/mma/decode/kernel.py", "s0 + key, pages[", "s0, pages[", MMA_PAGES),
     Mutation("backends/gpu/logits.py", "column + of_block * shape[1]", "column", MMA_DECODE),
-    Mutation("backends/gpu/row_statistics.py", "pad(-delta, 0)", "pad(delta, 0)", BACKWARD),
+    Mutation("backends/gpu/row_statistics.py", "is_row, -delta", "is_row, delta", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products - d_lse)", "zero_padding(products)", BACKWARD),
     Mutation("backends/hopper/backward/backward.py", "(sums[present] * plan.qk_scale)", "(sums[present])", BACKWARD),
     Mutation("backends/gpu/online_softmax.py", "total * rescale + weight", "total * rescale", FORWARD),

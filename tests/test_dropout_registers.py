@@ -15,6 +15,8 @@ import pallas_fa
 from pallas_fa.softmax.dropout import Dropout
 from tests.lowering import kernels
 
+_FLOATS = {"f16x2": np.float16, "bf16x2": jnp.bfloat16}
+
 
 class _Words:
     """`arith`, `llvm` and `vector` on NumPy arrays that hold a value for each thread of a warpgroup."""
@@ -32,7 +34,7 @@ class _Words:
     cmpi = staticmethod(lambda predicate, a, b: a != b)
     select = staticmethod(np.where)
     constant = staticmethod(lambda type, x: x)
-    bitcast = staticmethod(lambda type, x: x.astype(np.uint32).view(np.int16))
+    bitcast = staticmethod(lambda type, x: x.astype(np.uint32).view(type))
     from_elements = staticmethod(lambda type, elements: np.stack(elements, -1))
     extract = staticmethod(lambda x, dynamic_position, static_position: x[..., static_position[0]])
 
@@ -46,11 +48,14 @@ class _Words:
             of_both = np.stack([x, y], -1).view(np.uint8)
             places = np.stack([which >> 4 * i & 0xF for i in range(4)], -1).astype(int)
             return np.take_along_axis(of_both, places, -1).view(np.uint32)[..., 0].astype(np.uint64)
-        # The low 15 bits of each half as a float16 number, as abs.f16x2 and set.f16x2 have it.
+        # The low 15 bits of each half as a 16-bit float, as abs (or and) and set have it.
+        test, answer, kind = re.fullmatch(r"{ .*set\.(\w+)\.(\w+)\.(\w+) \$0, x, \$2; }", text).groups()  # type: ignore[union-attr]
         word, bound = (x[..., None].view(np.uint16) for x in words)
-        x, bound = abs(word.view(np.float16)), bound.view(np.float16)
-        found = {"geu": ~(x < bound), "lt.": x < bound}[text.split("set.")[1][:3]]
-        return np.where(found, 0xFFFF, 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
+        x, bound = ((i & 0x7FFF).view(_FLOATS[kind]) for i in (word, bound))
+        with np.errstate(invalid="ignore"):  # bfloat16's comparisons with NaN warn
+            found = {"geu": ~(x < bound), "lt": x < bound}[test]
+        bits = {"u32": 0xFFFF} | {kind: int(np.ones((), of).view(np.uint16)) for kind, of in _FLOATS.items()}
+        return np.where(found, bits[answer], 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
 
 
 def in_numpy(monkeypatch):
@@ -60,27 +65,32 @@ def in_numpy(monkeypatch):
     for name in ("arith", "llvm", "vector"):
         monkeypatch.setattr(kernel, name, _Words)
     monkeypatch.setattr(kernel, "_word", lambda x: np.uint64(x % 2**32))
-    types = dict(F32Type=None, VectorType=None, IntegerType=SimpleNamespace(get_signless=lambda bits: None))
-    types |= {name: SimpleNamespace(get=lambda *args: None) for name in ("F32Type", "VectorType")}
+    types = dict(
+        IntegerType=SimpleNamespace(get_signless=lambda bits: np.int16),
+        F16Type=SimpleNamespace(get=lambda: np.float16),
+        BF16Type=SimpleNamespace(get=lambda: jnp.bfloat16),
+        VectorType=SimpleNamespace(get=lambda shape, element_type: element_type),
+    )
     monkeypatch.setattr(kernel, "ir", SimpleNamespace(FloatAttr=SimpleNamespace(get=lambda type, x: x), **types))
     monkeypatch.setattr(kernel, "mgpu", SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers))
     return kernel
 
 
-@pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7FFF))
-def test_two_decisions_at_once(threshold, monkeypatch):
-    """By a comparison of float16 numbers, among which are denormal ones, infinity and NaN."""
+@pytest.mark.parametrize(("answer", "yes"), ((None, 0xFFFF), ("f16", 0x3C00), ("bf16", 0x3F80)))
+@pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7F80, 0x7F81, 0x7FFF))
+def test_two_decisions_at_once(threshold, answer, yes, monkeypatch):
+    """By a comparison of 16-bit floats, among which are denormal ones, infinity and NaN."""
     bits = np.arange(2**16, dtype=np.uint64)
     words = bits << np.uint64(16) | bits[::-1]
-    found = in_numpy(monkeypatch)._at_least(words, threshold)
-    wanted = np.where((bits & 0x7FFF) >= threshold, 0xFFFF, 0).astype(np.uint64)
+    found = in_numpy(monkeypatch)._at_least(words, threshold, answer)
+    wanted = np.where((bits & 0x7FFF) >= threshold, yes, 0).astype(np.uint64)
     np.testing.assert_array_equal(found, wanted << np.uint64(16) | wanted[::-1])
 
 
 @pytest.mark.parametrize("threshold", (10000, 0x7C80))
 @pytest.mark.parametrize(
     ("keys_by_queries", "rounded", "width"),
-    ((False, False, 160), (False, False, 144), (True, False, 144), (False, True, 160)),
+    ((False, None, 160), (False, None, 144), (True, None, 144), (False, "masks", 160), (False, "factors", 160)),
 )
 def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, threshold, monkeypatch):
     """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
@@ -115,9 +125,9 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, 
     found = run(None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset}))
     words = [SimpleNamespace(registers=word) for word in found]
     if rounded:
-        masks = draw.masks(None, *words).reshape(-1)
-        found = [np.where(mask, x, 0) for mask, x in zip(masks, tiled.registers.reshape(-1), strict=True)]
-        assert {int(bits) for mask in masks for bits in np.unique(mask)} == {0, -1}
+        kept = getattr(draw, rounded)(jnp.bfloat16, None, *words).reshape(-1)
+        found = [np.where(of_pair, x, 0) for of_pair, x in zip(kept, tiled.registers.reshape(-1), strict=True)]
+        assert {int(i) for of_pair in kept for i in np.unique(of_pair)} == {0, dict(masks=-1, factors=1)[rounded]}
     else:
         assert len(words) == 3  # bits of 72 or 80 elements
         found = draw.select(None, tiled, *words).reshape(-1)

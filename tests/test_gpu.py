@@ -137,8 +137,13 @@ def test_kernels_are_accurate(case, check):
 
 
 @pytest.mark.parametrize("first_query", (0, 48, 40))
-@pytest.mark.parametrize("S", (64, 128))
-def test_kernels_drop_the_elements_of_the_definition(S, first_query):
+@pytest.mark.parametrize(
+    ("S", "rate", "dtype"),
+    ((64, 0.3, "bfloat16"), (128, 0.3, "bfloat16"), (128, 0.3, "float16"))
+    # The threshold is a denormal number, or NaN.
+    + ((128, 0.001, "bfloat16"), (128, 0.01, "float16"), (128, 0.998, "bfloat16"), (128, 0.98, "float16")),
+)
+def test_kernels_drop_the_elements_of_the_definition(S, rate, dtype, first_query):
     """Forward, by equal probabilities and V = 1; backward, by dV of cotangents 1. On shards that start at 48 or 40, too."""
     from pallas_fa.backends.gpu.device import Gpu
     from pallas_fa.backends.hopper.backward.backward import backward
@@ -148,9 +153,9 @@ def test_kernels_drop_the_elements_of_the_definition(S, first_query):
     from tests.case_dropout import multipliers
 
     B, T, N, words = 2, S, 3, np.array([5, 2**31 + 6], np.uint32)
-    zeros, ones = jnp.zeros((B, T, N, S), jnp.bfloat16), jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
-    ones = ones.astype(jnp.bfloat16)
-    _, operands = normalise(zeros, zeros, ones, dropout_rate=0.3, dropout_key=words)
+    zeros, ones = jnp.zeros((B, T, N, S), dtype), jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
+    ones = ones.astype(dtype)
+    _, operands = normalise(zeros, zeros, ones, dropout_rate=rate, dropout_key=words)
     moved = operands.dropout.moved(Part((0, 0, jnp.int32(first_query), 0), (B, N, first_query or T, S)))
     operands = operands._replace(dropout=moved)
     problem = normalise(zeros, zeros, ones)[0].with_operands(operands)
@@ -159,7 +164,7 @@ def test_kernels_drop_the_elements_of_the_definition(S, first_query):
     grads = jax.jit(functools.partial(backward, problem, gpu=Gpu.visible()))
     d_v = grads(Residuals(operands, out, lse), ones, jnp.zeros_like(lse))[2]
     t = np.arange(T) + first_query
-    want = multipliers(words, 0.3, *np.ix_(np.arange(B), np.arange(N), t, np.arange(S))) > 0
+    want = multipliers(words, rate, *np.ix_(np.arange(B), np.arange(N), t, np.arange(S))) > 0
     np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)).swapaxes(1, 2) > 0, want)
     np.testing.assert_array_equal(np.asarray(d_v.astype(jnp.float32)).transpose(0, 2, 3, 1) > 0, want)
 

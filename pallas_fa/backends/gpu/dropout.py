@@ -4,6 +4,7 @@ Where tiles start at multiples of 32, a thread calls it so (see `dropout_bits`).
 element takes a call. What is random is drawn before it is used, so that the generator stays out of the softmax.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -57,19 +58,27 @@ class KeptBits(NamedTuple):
 class KeptRounded(NamedTuple):
     """Which elements of a tile are kept, as random words: the decisions are made when 16-bit elements are selected.
 
-    Two neighbours of a row are one register, and a comparison of two numbers gives the mask of it.
+    Two neighbours of a row are one register, and a comparison of two numbers gives the mask of it; or, where `by_factors`,
+    a factor of each: a multiplication takes another unit than the generator (evidence: library/dropout-by-philox).
     """
 
     draw: Draw
     words: tuple[Any, ...]
+    by_factors: bool
 
     def select(self, x: Any) -> Any:
-        """Returns `x`, of 16-bit floats, where it is kept, elsewhere 0."""
-        mask: Any = plgpu.ShapeDtypeStruct(x.shape, jnp.int16, layout=TILE)
-        run: Any = plgpu.inline_mgpu(arg_types=tuple(_PER_THREAD for _ in self.words), return_type=mask)(
-            self.draw.masks
+        """Returns `x`, of finite 16-bit floats, where it is kept, elsewhere 0."""
+        if self.by_factors:
+            return x * self._of_elements(self.draw.factors, x.shape, x.dtype)
+        masks = self._of_elements(self.draw.masks, x.shape, jnp.int16)
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) & masks, x.dtype)
+
+    def _of_elements(self, body, shape, dtype):
+        result: Any = plgpu.ShapeDtypeStruct(shape, dtype, layout=TILE)
+        run: Any = plgpu.inline_mgpu(arg_types=tuple(_PER_THREAD for _ in self.words), return_type=result)(
+            functools.partial(body, dtype)
         )
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) & run(*self.words), x.dtype)
+        return run(*self.words)
 
 
 type Kept = KeptElements | KeptBits | KeptRounded
@@ -97,7 +106,14 @@ class HeadDropout(NamedTuple):
         return cls(key, offset, first_query, first_key, dropout.threshold, dropout.aligned and not interpret)
 
     def draw(
-        self, shape: tuple[int, int], t0: Any, s0: Any, *, keys_by_queries: bool = False, rounded: bool = False
+        self,
+        shape: tuple[int, int],
+        t0: Any,
+        s0: Any,
+        *,
+        keys_by_queries: bool = False,
+        rounded: bool = False,
+        by_factors: bool = False,
     ) -> Kept:
         """Returns which elements of a tile are kept.
 
@@ -107,6 +123,7 @@ class HeadDropout(NamedTuple):
           s0: its first key.
           keys_by_queries: the tile is [keys, queries].
           rounded: what is selected has 16-bit elements, of queries by keys.
+          by_factors: then they are multiplied, which bfloat16 needs the compute capability 9.0 for.
         """
         t0, s0 = t0 + self.first_query, s0 + self.first_key
         row0, column0 = (s0, t0) if keys_by_queries else (t0, s0)
@@ -126,7 +143,7 @@ class HeadDropout(NamedTuple):
         )(words)
         # Opaque, so that the keys of the rounds do not fill registers across the loop.
         found = run(rows, columns, opaque(self.key, interpret=False), self.offset)
-        return KeptRounded(draw, found) if rounded else KeptBits(draw, found)
+        return KeptRounded(draw, found, by_factors) if rounded else KeptBits(draw, found)
 
     def _keeps(self, t, s):
         key, offset = (lax.convert_element_type(i, jnp.uint32) for i in (self.key, self.offset))

@@ -11,6 +11,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,7 +23,6 @@ from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
 THREADS = 128  # of a warpgroup
 _BITS = 32  # of a word
-_INFINITY = 0x7C00  # float16
 
 
 class Draw(NamedTuple):
@@ -52,7 +52,7 @@ class Draw(NamedTuple):
 
     @property
     def in_words(self) -> bool:
-        """Whether the tile, of queries by keys, holds all keys of each call; then words of `random` tell `masks` all."""
+        """Whether the tile, of queries by keys, holds all keys of each call: then `masks` and `factors` can be told."""
         return not self.keys_by_queries and self.shape[1] % KEY_BLOCK == 0
 
     def random(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
@@ -93,18 +93,26 @@ class Draw(NamedTuple):
             results[at] = vector.from_elements(results[at].type, values)
         return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
-    def masks(self, _: Any, *words: Any) -> Any:
+    def masks(self, dtype: Any, _: Any, *words: Any) -> Any:
         """Returns int16 with all bits set for elements that are kept, 0 for others, by random words; queries by keys."""
+        return self._of_elements(ir.IntegerType.get_signless(16), True, words, None)
+
+    def factors(self, dtype: Any, _: Any, *words: Any) -> Any:
+        """Returns 1 for elements that are kept, 0 for others, in a 16-bit float dtype, by random words; queries by keys."""
+        if dtype == jnp.bfloat16:
+            return self._of_elements(ir.BF16Type.get(), None, words, "bf16")
+        return self._of_elements(ir.F16Type.get(), None, words, "f16")
+
+    def _of_elements(self, kind, is_signed, words, answer):
         random = [_element(word.registers[0], 0) for word in words]
         layout = plgpu.Layout.WGMMA.to_mgpu()
         results = np.empty(layout.registers_shape(self.shape), object)
         by_tile = self._by_tile(results)
-        i16 = ir.IntegerType.get_signless(16)
         numbers = self._numbers(zip(random[::2], random[1::2], strict=True), self._both_halves())
         for at, number in zip(self._places(), numbers, strict=True):
-            one = vector.from_elements(_one_word(), [_at_least(number, self.threshold)])
-            by_tile[at] = vector.bitcast(ir.VectorType.get((2,), i16), one)
-        return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=True)
+            one = vector.from_elements(_one_word(), [_at_least(number, self.threshold, answer)])
+            by_tile[at] = vector.bitcast(ir.VectorType.get((2,), kind), one)
+        return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=is_signed)
 
     def _random(self, rows, columns, key, offset):
         rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)  # r + 8 after r
@@ -177,17 +185,25 @@ def _all_or_none(positions, bit):
     return arith.subi(_word(0), arith.andi(shifted, _word(1)))
 
 
-def _at_least(word, threshold):
-    """Returns each half of `word` with all its bits set if its low 15 bits are at least the threshold, else with none.
+def _at_least(word, threshold, answer=None):
+    """Returns for each half of `word` whether its low 15 bits are at least the threshold.
 
-    Float16 numbers >= 0 are in the order of their bits. NaN has the highest: it is at least any number, and where the
+    As 16-bit floats >= 0 they are in the order of their bits. NaN has the highest: it is at least any number, and where the
     threshold would itself be NaN the bits are inverted, of which those of less than a number are asked for.
+
+    Args:
+      answer: "f16" or "bf16": 1 or 0 of this type; None: all bits set, or none.
     """
-    if threshold <= _INFINITY:
-        bits, text = word, "set.geu.u32.f16x2"
+    if answer == "bf16":  # which has no operand modifier for absolute values
+        kind, infinity, low_bits = "bf16x2", 0x7F80, "and.b32 x, $1, 0x7fff7fff"
     else:
-        bits, text, threshold = arith.xori(word, _word(0x7FFF7FFF)), "set.lt.u32.f16x2", 2**DECISION_BITS - threshold
-    return _asm(f"{{ .reg .b32 x; abs.f16x2 x, $1; {text} $0, x, $2; }}", bits, _word(threshold * 0x10001))
+        kind, infinity, low_bits = "f16x2", 0x7C00, "abs.f16x2 x, $1"
+    if threshold <= infinity:
+        bits, test = word, "geu"
+    else:
+        bits, test, threshold = arith.xori(word, _word(0x7FFF7FFF)), "lt", 2**DECISION_BITS - threshold
+    text = f"{{ .reg .b32 x; {low_bits}; set.{test}.{kind if answer else 'u32'}.{kind} $0, x, $2; }}"
+    return _asm(text, bits, _word(threshold * 0x10001))
 
 
 def _bytes(x, y, which):

@@ -3,12 +3,15 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem, Residuals
-from pallas_fa.softmax import sinks, tile
+from pallas_fa.softmax import tile
 
 _ROWS = 128  # the largest tile of queries
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class RowStatistics(NamedTuple):
@@ -37,21 +40,36 @@ def row_statistics(
     end get -inf and 0. Their probabilities are then 0, and so are their gradients, whatever d_lse holds there.
     """
     operands, _, lse = residuals
-    products = products if problem.layout == "BTNH" else jnp.swapaxes(products, 1, 2)
+    if problem.layout == "BNTH":
+        products = jnp.swapaxes(products, 1, 2)
     zero_padding = lambda x: tile.zero_padding(x[..., None], lengths_of(operands.mask).q_lengths)[..., 0]
+    # out is 0 in padded rows, but d_out may be NaN there, and lse may be a sink's, whose exponential may be infinite.
+    delta, in_length = zero_padding(products - d_lse), zero_padding(jnp.ones_like(lse)) > 0
+    # In the order of the kernels from here on: XLA makes one pass of what follows.
+    lse, delta, in_length = (jnp.swapaxes(x, 1, 2) for x in (lse, delta, in_length))
+    is_row = in_length & (lse != -jnp.inf)
+    neg_lse = jnp.where(is_row, _finite(lse * lse_factor), -jnp.inf)
+    neg_delta = jnp.where(is_row, -delta, 0)
     d_sinks = ()
     if operands.sinks is not None:
-        # out is 0 in padded rows, but d_out may be NaN there.
-        d_sinks = (sinks.gradient(operands.sinks, lse, zero_padding(products) - d_lse),)
-    delta = zero_padding(products - d_lse)
-    is_empty = lse == -jnp.inf
-    delta = jnp.where(is_empty, 0, delta)
-    # lse of padding may be a sink's, whose exponential may be infinite.
-    is_sink = False if operands.sinks is None else zero_padding(jnp.ones_like(lse)) == 0
-    neg_lse = jnp.where(is_empty | is_sink, -jnp.inf, lse * lse_factor)
-    missing = -problem.dims.T % _ROWS
-    pad = lambda x, fill: jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, missing)), constant_values=fill)
-    neg_delta = pad(-delta, 0)
+        neg_lse, neg_delta = lax.optimization_barrier((neg_lse, neg_delta))  # XLA would compute both twice
+        d_sinks = (_sinks_gradient(operands.sinks, neg_lse, neg_delta, lse_factor),)
     if operands.dropout is not None:
         neg_delta = neg_delta / operands.dropout.scale
-    return RowStatistics(pad(neg_lse.astype(jnp.float32), -jnp.inf), neg_delta, d_sinks)
+    missing = -problem.dims.T % _ROWS
+    pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
+    return RowStatistics(pad(neg_lse.astype(jnp.float32), -jnp.inf), pad(neg_delta, 0), d_sinks)
+
+
+def _finite(x):
+    """x, where infinity is the largest number: a row may have nothing but a sink, of any size."""
+    return jnp.clip(x, -_LARGEST, _LARGEST)
+
+
+def _sinks_gradient(sinks, neg_lse, neg_delta, lse_factor):
+    """`softmax.sinks.gradient` of what `row_statistics` returns: no pass over lse in another order."""
+    sink = sinks[..., 0].astype(jnp.float32)
+    exponent = (neg_lse - _finite(sink * lse_factor)) * (LOG2E / -lse_factor)
+    p = jnp.where(sink == -jnp.inf, 0, jnp.exp2(exponent))
+    d = jnp.where(p > 0, p * neg_delta, 0)  # where p is 0, delta may be anything
+    return d.sum(axis=2 if sinks.shape[0] != 1 else (0, 2)).reshape(sinks.shape).astype(sinks.dtype)

@@ -199,7 +199,7 @@ class Compute:
         if self.dropout is None:
             return None
         shape, s0 = (64, self.plan.config.block_kv), self.logits.first_key(i, visited)
-        return self.dropout.draw(shape, self.t0, s0, rounded=True)
+        return self.dropout.draw(shape, self.t0, s0, rounded=True, by_factors=True)
 
     def _step(self, i, carry, is_boundary):
         """Logits and softmax of step i, while P V of step i - 1 is under way."""
