@@ -14,7 +14,10 @@ import pallas_fa.nn
 from models.attention import MeshAttention, causal_attention
 from models.gpt import GPT, SIZES
 from models.step import init_state, make_optimizer, make_train_step
+from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.row_statistics import row_statistics, row_sums
 from pallas_fa.nn import attention_fn
+from pallas_fa.problem import Residuals, normalise
 
 B, T, N, H = 2, 16, 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -81,6 +84,31 @@ def test_cotangents_of_padding_may_be_nan():
     (out, lse), pullback = jax.vjp(run, Q, normal(N))
     clean, poisoned = (pullback((jnp.where(padding, x, jnp.ones_like(out)), lse)) for x in (0.0, jnp.nan))
     jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
+
+
+@pytest.mark.parametrize("layout", ("BTNH", "BNTH"))
+@pytest.mark.parametrize("lengths", (None, (T, 5)))
+@pytest.mark.parametrize("lse_factor", (-LOG2E, -1.0, -8.0))
+def test_the_gradient_that_kernels_take_from_row_statistics(lse_factor, lengths, layout):
+    """Also of padding, whose lse is the sink, of no sink, and of sinks that have next to no float32 beyond them."""
+    sinks = jnp.asarray([0.5, -jnp.inf, 3e38, -3e38])
+    lead = lambda x: x if layout == "BTNH" else jnp.swapaxes(x, 1, 2)
+    q, k, v = map(lead, (Q, K, V))
+    mask = jnp.ones((T, T), bool).at[3].set(False)
+    keywords = dict(mask=mask, query_seq_lengths=None if lengths is None else jnp.asarray(lengths), layout=layout)
+
+    def attend(sinks):
+        return pallas_fa.dot_product_attention(
+            q, k, v, sinks=sinks, implementation="reference", return_residual=True, **keywords
+        )
+
+    (out, lse), pullback = jax.vjp(attend, sinks)
+    cotangents = jax.tree.map(lambda x: normal(*x.shape, seed=1), (out, lse))
+    problem, operands = normalise(q, k, v, sinks=sinks, **keywords)
+    residuals = Residuals(operands, out, lse)
+    found = row_statistics(problem, residuals, row_sums(problem, out, cotangents[0]), cotangents[1], lse_factor)
+    np.testing.assert_allclose(found.d_sinks[0].reshape(-1), pullback(cotangents)[0], rtol=1e-5, atol=1e-6)
+    assert not np.isnan(found.neg_lse).any() and not np.isposinf(found.neg_lse).any()
 
 
 def test_hessian():

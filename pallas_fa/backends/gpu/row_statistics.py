@@ -43,17 +43,18 @@ def row_statistics(
     if problem.layout == "BNTH":
         products = jnp.swapaxes(products, 1, 2)
     zero_padding = lambda x: tile.zero_padding(x[..., None], lengths_of(operands.mask).q_lengths)[..., 0]
-    # out is 0 in padded rows, but d_out may be NaN there, and lse may be a sink's, whose exponential may be infinite.
-    delta, in_length = zero_padding(products - d_lse), zero_padding(jnp.ones_like(lse)) > 0
+    # out is 0 in padded rows, but d_out may be NaN there. Their lse is that of the sink alone, which d_lse goes to.
+    delta, in_length = zero_padding(products) - d_lse, zero_padding(jnp.ones_like(lse)) > 0
     # In the order of the kernels from here on: XLA makes one pass of what follows.
     lse, delta, in_length = (jnp.swapaxes(x, 1, 2) for x in (lse, delta, in_length))
-    is_row = in_length & (lse != -jnp.inf)
-    neg_lse = jnp.where(is_row, _finite(lse * lse_factor), -jnp.inf)
-    neg_delta = jnp.where(is_row, -delta, 0)
+    is_empty = lse == -jnp.inf
+    neg_lse = jnp.where(is_empty, -jnp.inf, _finite(lse * lse_factor))
+    neg_delta = jnp.where(is_empty, 0, -delta)
     d_sinks = ()
     if operands.sinks is not None:
         neg_lse, neg_delta = lax.optimization_barrier((neg_lse, neg_delta))  # XLA would compute both twice
         d_sinks = (_sinks_gradient(operands.sinks, neg_lse, neg_delta, lse_factor),)
+    neg_lse, neg_delta = jnp.where(in_length, neg_lse, -jnp.inf), jnp.where(in_length, neg_delta, 0)
     if operands.dropout is not None:
         neg_delta = neg_delta / operands.dropout.scale
     missing = -problem.dims.T % _ROWS
