@@ -82,6 +82,15 @@ def test_rows_without_a_page_are_dropped_with_all_behind_them():
 
 
 @pytest.mark.parametrize("make", [contiguous, paged])
+def test_arrays_may_be_those_of_numpy(make):
+    """As of a cache that was kept in a file."""
+    rows, query = (normal(B, 2, K, H), normal(B, 2, K, 2 * H)), normal(B, 2, N, H)
+    cache = make()
+    kept = jax.tree.map(np.asarray, cache).append(*rows)
+    np.testing.assert_array_equal(kept.attend(query), cache.append(*rows).attend(query))
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
 def test_negative_lengths_write_nothing(make):
     cache = dataclasses.replace(make(), lengths=jnp.full(B, -2))
     after = cache.append(normal(B, 1, K, H), normal(B, 1, K, 2 * H))

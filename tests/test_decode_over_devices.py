@@ -133,6 +133,16 @@ def test_is_attention_to_the_whole_cache(name, placement):
         np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want[np.isfinite(want)]).max(initial=1e-9))
 
 
+def test_gradients_without_checks_of_what_devices_share():
+    arrays, static = CASES["drafts"]
+    attention = functools.partial(over_devices, check_vma=False, implementation="xla", **static)
+    fn = functools.partial(gradients, attend=attention)
+    for got, want in zip(
+        jax.tree.leaves(compile(fn, arrays)(arrays)[0]), jax.tree.leaves(truth("drafts")[0]), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
 def test_merging_takes_one_collective_of_the_results_alone():
     """And the devices need not be checked for having whole results."""
     arrays, static = CASES["drafts"]

@@ -8,6 +8,7 @@ from jax import export
 
 import pallas_fa
 from pallas_fa import masks, scores
+from pallas_fa.cache import KeyValueCache, PagedCache
 from pallas_fa.masks import Custom
 from pallas_fa.operands import layout
 
@@ -165,6 +166,43 @@ def test_what_needs_known_sizes_says_so():
     for dims in ((ANY[0], ANY[1], ANY[2], H), (ANY[0], ANY[1], N, ANY[2])):
         with pytest.raises(ValueError, match="query.shape=.* symbolic number of heads or head dim"):
             _export(jax.ShapeDtypeStruct(dims, query.dtype), key, value)
+
+
+def _exported_is_the_call(call, like, *arrays):
+    exported = export.export(jax.jit(call))(*(jax.ShapeDtypeStruct(*x) for x in like))
+    got, want = exported.call(*arrays), call(*arrays)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_step_with_a_cache_of_a_symbolic_batch(in_pages, rng):
+    """In one piece, of a symbolic length, too; in pages, with any number of these."""
+    b, t, s = ANY
+    floats, ints = jnp.float32, jnp.int32
+
+    def step(key, value, lengths, rows, query, table=None):
+        if table is None:
+            cache = KeyValueCache(key=key, value=value, lengths=lengths, dropped=lengths)
+        else:
+            cache = PagedCache(key_pages=key, value_pages=value, page_table=table, lengths=lengths, dropped=lengths)
+        cache = cache.append(rows, rows)
+        return cache.attend(query, local_window_size=(5, 0)), cache.lengths, cache.dropped
+
+    kept, table = ((s, 8, K, H), [((b, 3), ints)]) if in_pages else ((b, s, K, H), [])
+    like = [(kept, floats)] * 2 + [((b,), ints), ((b, 1, K, H), floats), ((b, 1, N, H), floats), *table]
+    key, value = _normal(rng, 2, *((9, 8, K, H) if in_pages else (2, 24, K, H)))
+    arrays = key, value, np.array([7, 24], np.int32), _normal(rng, 2, 1, K, H), _normal(rng, 2, 1, N, H)
+    _exported_is_the_call(step, like, *arrays, *([np.arange(6, dtype=np.int32).reshape(2, 3)] if in_pages else []))
+
+
+def test_ragged_batches_of_any_number_of_tokens_and_pages(rng):
+    tokens, pages, _ = ANY
+    lengths, table = np.array([10, 30, 4], np.int32), rng.permutation(12).reshape(3, 4).astype(np.int32)
+    numbers = lengths, table, np.array([0, 3, 33, 34], np.int32), np.array([3], np.int32)
+    like = [((tokens, N, H), jnp.float32), ((pages, 8, 2 * K, H), jnp.float32), *((x.shape, x.dtype) for x in numbers)]
+    arrays = _normal(rng, 40, N, H), _normal(rng, 12, 8, 2 * K, H)
+    _exported_is_the_call(pallas_fa.ragged_paged_attention, like, *arrays, *numbers)
 
 
 def test_arrays_of_custom_masks_need_a_length_of_at_least_two():

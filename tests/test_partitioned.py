@@ -77,6 +77,16 @@ def test_explicit_axes(name, shared):
     check(functools.partial(gradient, **case.static), a, gradients)
 
 
+def test_a_mesh_of_explicit_axes_that_the_context_sets(shared):
+    """What each device computes holds no shardings, which XLA would not compile there."""
+    case = CASES["rows"]
+    mesh = mesh_of(*case.mesh, kind=AxisType.Explicit)
+    a = on(mesh, case.inputs(), case.specs, case.queries)
+    with jax.set_mesh(mesh):
+        found = jax.device_get(compile(functools.partial(gradient, **case.static), a)(a))
+    close(found, truth("rows")[1])
+
+
 def summed_over(compiled):
     """The mesh axes of each sum over devices."""
     found = re.findall(r" all-reduce(?:-start)?\(.*? replica_groups=mesh\[.*?\] \{(.*?)\}", compiled.as_text())

@@ -1,5 +1,6 @@
 """Calls under JAX's strict modes, which users turn on to find mistakes of their own."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -17,6 +18,14 @@ from pallas_fa.cache import KeyValueCache, PagedCache
 from pallas_fa.context_parallel import all_to_all_attention, decode_attention, ring_attention
 from tests.lowering import kernels
 
+
+@contextlib.contextmanager
+def strict_64_bits():
+    """Both rules of promotion where NumPy's integers are of 64 bits, and positions of 32."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 MODES = {
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
@@ -24,6 +33,7 @@ MODES = {
     "leaks": lambda: jax.checking_leaks(),
     "no jit": lambda: jax.disable_jit(),
     "64 bits": lambda: jax.enable_x64(True),
+    "64 bits, promotion": strict_64_bits,
 }
 LENGTHS = np.array([5, 8], np.int32)
 IDS = np.repeat(np.arange(2, dtype=np.int32), 8)[None].repeat(2, axis=0)
@@ -95,12 +105,12 @@ def in_pages():
     return dataclasses.replace(cache, page_table=jnp.arange(8, dtype=jnp.int32).reshape(2, 4))
 
 
-def ragged(dtype):
-    pages = tokens(dtype).reshape(4, 8, 4, 8)
+def ragged(pages, **keywords):
+    """Of pages [P, page, 4, H], the first of which stands for queries, too."""
     table = np.array([[0, 1], [3, -1]], np.int32)
     numbers = np.array([9, 5], np.int32), table, np.array([0, 2, 5], np.int32), np.array([2], np.int32)
     return pallas_fa.ragged_paged_attention(
-        pages[0], pages, *numbers, sliding_window=4, k_scale=jnp.bfloat16(0.5), v_scale=jnp.float32(2)
+        pages[0], pages, *numbers, sliding_window=4, k_scale=jnp.bfloat16(0.5), v_scale=jnp.float32(2), **keywords
     )
 
 
@@ -132,8 +142,8 @@ def integer_scale():
 OTHERS = {
     "contiguous cache": functools.partial(of_cache, lambda: KeyValueCache.empty(2, 16, 2, 8, dtype=jnp.float32)),
     "paged cache": functools.partial(of_cache, in_pages),
-    "ragged": functools.partial(ragged, jnp.float32),
-    "ragged of 16 bits": lambda: ragged(jnp.bfloat16).astype(jnp.float32),
+    "ragged": lambda: ragged(tokens().reshape(4, 8, 4, 8)),
+    "ragged of 16 bits": lambda: ragged(tokens(jnp.bfloat16).reshape(4, 8, 4, 8)).astype(jnp.float32),
     "gradient of a bias of 16 bits": lambda: bias_gradient(4, 1, 16),
     "scale of an int": integer_scale,
     "ring": lambda: over_devices(ring_attention, is_causal=True, sinks=jnp.ones(4, jnp.bfloat16)),
@@ -150,8 +160,11 @@ def test_promotion_is_never_implicit(call):
     expected = OTHERS[call]()
     with MODES["rank promotion"](), MODES["dtype promotion"]():
         found = OTHERS[call]()
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    with strict_64_bits():
+        of_64_bits = OTHERS[call]()
+    for a, b, c in zip(*map(jax.tree.leaves, (found, of_64_bits, expected)), strict=True):
+        np.testing.assert_array_equal(a, c)
+        np.testing.assert_array_equal(b, c)
 
 
 OVER_DEVICES = {
@@ -194,3 +207,26 @@ def test_kernels_lower():
     lengths = {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
     with MODES["rank promotion"](), MODES["dtype promotion"]():
         assert kernels(lambda x: with_gradient(x, mask=mask, **lengths), x) == 2
+    for other in (mask, masks.BlockMask(np.tri(2, dtype=np.bool_), 64)):
+        with strict_64_bits():
+            assert kernels(lambda x, mask=other: with_gradient(x, mask=mask, **lengths), x) == 2
+
+
+@pytest.mark.parametrize("mode", ["dtype promotion", "64 bits, promotion"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mma"])
+def test_kernels_for_decoding_lower(implementation, mode):
+    lengths = {"mask": masks.Causal(align="bottom_right"), "key_value_seq_lengths": LENGTHS}
+
+    def call(x):
+        in_pages = ragged(x.reshape(32, 16, 4, 64), implementation=implementation)
+        return in_pages, pallas_fa.dot_product_attention(x[:, :2], x, x, implementation=implementation, **lengths)
+
+    with MODES[mode]():
+        assert kernels(call, jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)) == 2
+
+
+def test_the_kernel_for_latent_attention_lowers():
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    call = lambda q, cache: pallas_fa.mla_decode_attention(q, cache, scale=0.1, lengths=LENGTHS)
+    with strict_64_bits():
+        assert kernels(call, shape(2, 2, 16, 576), shape(2, 128, 576)) == 1

@@ -99,7 +99,7 @@ class PagedCache:
         index = table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
         placed = rows.place(new, before, dropped, (position >= 0) & (index >= 0) & (index < P))
         index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
-        write = lambda pages, new: pages.at[index, position % page].set(new, mode="drop")
+        write = lambda pages, new: jnp.asarray(pages).at[index, position % page].set(new, mode="drop")
         return dataclasses.replace(
             self,
             key_pages=write(self.key_pages, new.key),

@@ -126,9 +126,11 @@ class _Blocks(NamedTuple):
 def _blocks(tokens, size, kv_lens, starts, num_seqs):
     """Cuts the queries of each sequence into blocks; those that no sequence needs have no queries."""
     sequences = kv_lens.shape[0]
-    lengths = jnp.where(jnp.arange(sequences) < num_seqs, jnp.maximum(starts[1:] - starts[:-1], 0), 0)
+    lengths = jnp.where(jnp.arange(sequences, dtype=jnp.int32) < num_seqs, jnp.maximum(starts[1:] - starts[:-1], 0), 0)
     ends = jnp.cumsum(-(-lengths // size), dtype=jnp.int32)
-    number = jnp.arange(min(tokens, tokens // size + sequences), dtype=jnp.int32)
+    most = tokens // size + sequences
+    most = min(tokens, most) if isinstance(most, int) else most  # symbolic sizes do not compare
+    number = jnp.arange(most, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), sequences - 1)
     before = jnp.where(sequence > 0, ends[sequence - 1], 0)
     done = (number - before) * size

@@ -97,7 +97,8 @@ def checked_dropped(dropped: Any, B: int) -> Any:
 def _per_sequence(name, x, B, what, value):
     """An int array [B] of a cache."""
     array = x if is_array(x) else None
-    if array is None or not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 or B not in (None, len(array)):
+    fits = array is not None and array.ndim == 1 and B in (None, array.shape[0])
+    if array is None or not fits or not jnp.issubdtype(array.dtype, jnp.integer):
         shown = f" have the shape {tuple(array.shape)} and the dtype {array.dtype}" if array is not None else f"={x!r}"
         raise ValueError(
             f"the cache's {name}{shown}, but must be an int array [B]{'' if B is None else f'={(B,)}'}: {what}. Use"

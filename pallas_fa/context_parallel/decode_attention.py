@@ -18,7 +18,7 @@ from pallas_fa.context_parallel import placement as placements
 from pallas_fa.context_parallel.placement import Placement
 from pallas_fa.masks import Lengths, Mask
 from pallas_fa.masks.base import all_of
-from pallas_fa.operands import diagonals
+from pallas_fa.operands import diagonals, varying
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import transpose
 from pallas_fa.operands.part import Part
@@ -175,7 +175,9 @@ def _merge_devices(results: list[PartialResult], axis_name: Hashable, sinks: Any
     """
     out, lse = merge(*results)
     travelling = jnp.concatenate([out, lse[..., None]], axis=-1)
-    gathered = lax.all_gather(travelling, axis_name, to="invarying")
+    # Without JAX's checks each device gets 1/R of the cotangent of what is the same on all: summed, as from varying arrays.
+    to = "invarying" if varying.is_checked(axis_name) else "varying"
+    gathered = lax.all_gather(travelling, axis_name, to=to)
     results = [PartialResult(x[..., :-1], x[..., -1]) for x in gathered]
     if sinks is not None:
         results.append(PartialResult.empty(out.shape, out.dtype, sinks))

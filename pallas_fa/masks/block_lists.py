@@ -36,7 +36,7 @@ def of_states(states: Any, descending: bool) -> Any:
         return jnp.concatenate([count(boundary), count(visited), listed], axis=-1)
     # Two sums, which XLA computes in one GPU kernel each, where a sort takes more.
     place = (order[..., None, :] < order[..., :, None]).sum(axis=-1, dtype=jnp.int32)
-    column = np.arange(COUNTS + blocks)[None, None, None, :, None]
+    column = np.arange(COUNTS + blocks, dtype=np.int32)[None, None, None, :, None]
     of_block = lambda x: x[..., None, :]
     found = jnp.where(of_block(place) == column - COUNTS, of_block(number), 0)
     counted = lambda x: of_block(x).astype(jnp.int32)

@@ -53,9 +53,9 @@ class Part:
 
     def add(self, whole: Any, update: Any) -> Any:
         """Adds `update` to the slice of the array `whole` that `cut` reads: the transpose of `cut`."""
-        starts = [
-            start if size > 1 else 0 for (start, _), size in zip(self._along_axes(whole), whole.shape, strict=True)
-        ]
+        axes = zip(self._along_axes(whole), whole.shape, strict=True)
+        # All int32: where 64-bit types are enabled, lax would refuse ints beside traced starts.
+        starts = [jnp.int32(start if size > 1 else 0) for (start, _), size in axes]
         old = lax.dynamic_slice(whole, starts, update.shape)
         return lax.dynamic_update_slice(whole, old + update.astype(whole.dtype), starts)
 

@@ -5,7 +5,7 @@ over the axes that the others vary over. The loops and kernels inside run withou
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -35,18 +35,19 @@ def without_checks(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.map(functools.partial(_vary, axes), run(*leaves))
 
 
+def is_checked(axis_name: Hashable) -> bool:
+    """Returns whether JAX records here which arrays vary along a mesh axis."""
+    return axis_name in _varying_axes(lax.axis_index(axis_name))
+
+
 def is_replicated(x: Any, axis_name: str) -> bool:
     """Returns whether JAX's types prove that `x` is replicated along a mesh axis; False where nothing is checked."""
-    return _is_checked(axis_name) and axis_name not in _varying_axes(x)
+    return is_checked(axis_name) and axis_name not in _varying_axes(x)
 
 
 def is_varying(x: Any, axis_name: str) -> bool:
     """Returns whether JAX's types say that `x` varies along a mesh axis; False where nothing is checked."""
-    return _is_checked(axis_name) and axis_name in _varying_axes(x)
-
-
-def _is_checked(axis_name):
-    return axis_name in _varying_axes(lax.axis_index(axis_name))
+    return is_checked(axis_name) and axis_name in _varying_axes(x)
 
 
 def _varying_axes(tree: Any) -> frozenset[str]:

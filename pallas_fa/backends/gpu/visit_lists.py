@@ -76,7 +76,7 @@ def tile_states(mask: Mask, sizes: tuple[int, int], tiles: tuple[int, int], full
       tiles: positions of their tiles.
       full_tails: for both, whether a ragged last tile may be full.
     """
-    starts = [np.arange(0, size, tile) for size, tile in zip(sizes, tiles, strict=True)]
+    starts = [np.arange(0, size, tile, dtype=np.int32) for size, tile in zip(sizes, tiles, strict=True)]
     ends = [np.minimum(x + tile, size) for x, tile, size in zip(starts, tiles, sizes, strict=True)]
     states = mask.tile_states(*zip(starts, ends, strict=True))
     q, kv = ((x + tile <= size) | may for x, tile, size, may in zip(starts, tiles, sizes, full_tails, strict=True))

@@ -85,7 +85,7 @@ def hull(mask: Mask, question: Literal["kv_range", "q_range"], outer: Chunks, si
 
 def _tiles(chunks):
     if isinstance(chunks.count, int):
-        starts = np.minimum(np.arange(chunks.count) * chunks.chunk, chunks.size - chunks.chunk)
+        starts = np.minimum(np.arange(chunks.count, dtype=np.int32) * chunks.chunk, chunks.size - chunks.chunk)
     else:
         starts = jnp.arange(chunks.count, dtype=jnp.int32) * chunks.chunk
     return starts, starts + chunks.chunk

@@ -65,7 +65,7 @@ def _is_uniform(problem):
         return problem.score is None
     if not jax.tree.leaves(problem.mask):
         return False
-    starts = np.arange(0, problem.dims.T, 64)
+    starts = np.arange(0, problem.dims.T, 64, dtype=np.int32)
     ask = lambda mask: (mask.kv_range(starts, starts + 64), mask.full_kv_range(starts, starts + 64))
     return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, problem.mask)))
 

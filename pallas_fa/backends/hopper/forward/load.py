@@ -114,7 +114,7 @@ class Load:
         if held is None:
             tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part)
             return
-        head = self.kv_head if held.interleaved is None else 2 * self.kv_head + (name == "v")
+        head = self.kv_head if held.interleaved is None else 2 * self.kv_head + int(name == "v")
         pages.load(tiles, held, gmem, at, rows, head, smem, ready, column_part)
 
     def _queries(self):

@@ -70,7 +70,7 @@ def _limits(plan, mask):
     dims = plan.problem.dims
     if mask is None:
         return jnp.full((plan.queries,), dims.S, jnp.int32)
-    t = np.arange(dims.T)
+    t = np.arange(dims.T, dtype=np.int32)
     _, end = mask.kv_range(t, t + 1)
     return jnp.clip(jnp.broadcast_to(jnp.asarray(end, jnp.int32), (dims.B, 1, dims.T)), 0, dims.S).reshape(-1)
 

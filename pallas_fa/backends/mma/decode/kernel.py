@@ -161,7 +161,7 @@ class Decode(QueryBlock):
         if pages is None:
             tiles.load(self.cta.copies, gmem, self.b, first, self.kv_head, smem, length)
             return
-        head = self.kv_head if pages.interleaved is None else 2 * self.kv_head + (name == "v")
+        head = self.kv_head if pages.interleaved is None else 2 * self.kv_head + int(name == "v")
         rows = pl.ds(lax.rem(first, jnp.int32(pages.size)), plan.box)
         place = (page, rows, head) if pages.layout == "PSKH" else (head, page, rows)
         tiles.load_from(self.cta.copies, gmem.at[place], smem, length - first)
