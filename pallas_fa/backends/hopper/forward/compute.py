@@ -66,7 +66,8 @@ class Compute:
         sinks, group = self.gmem.sinks, self.plan.group
         b = self.block.b if sinks.shape[0] > 1 else 0
         if group == 1:
-            return sinks[b, self.block.n]
+            # Else its address takes scalar registers that the loop over keys needs (evidence: forward/sinks).
+            return sinks[b, opaque(self.block.n, self.plan.interpret)]
         # Row i is of head i % group. A table of rows would be one more kernel before this one (evidence: forward/sinks).
         return load_repeated(sinks.at[b, pl.ds(self.block.n * group, group)], 64, self.plan.interpret)
 
