@@ -81,7 +81,12 @@ BY_TILE = Table(
     Row(True, group=at_least(4), length=at_least(4096)),
     Row(False),
 )
-L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(16, group=at_least(2)), Row(8))
+L2_HEAD_GROUP = Table(
+    "backward/l2-head-grouping",
+    Row(16, group=at_least(2)),
+    Row(16, masked=True, visit_table=False, length=at_least(2049)),
+    Row(8),
+)
 # Of the fused pass at H=64.
 _LONG: dict[str, Any] = dict(group=1, masked=True, visit_table=False, length=at_least(8193))
 WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, **_LONG), Row(32))
