@@ -53,6 +53,18 @@ def test_a_sink_of_minus_infinity_is_no_sink(implementation):
     np.testing.assert_array_equal(d_sinks, 0)
 
 
+def test_cotangents_of_rows_without_keys_or_a_sink_may_be_nan():
+    """Those of lse, which is -inf there: in reverse of forward mode, too."""
+    mask = jnp.ones((T, T), bool).at[3].set(False)
+
+    def loss(sinks, forward_mode):
+        _, lse = attend(sinks, mask=mask, forward_mode=forward_mode)
+        return jnp.sum(jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0))
+
+    sinks = normal(N).at[1].set(-jnp.inf)
+    np.testing.assert_allclose(jax.grad(loss)(sinks, True), jax.grad(loss)(sinks, False), atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("size", (-300.0, 300.0))
 def test_sinks_far_from_the_logits(size, implementation):

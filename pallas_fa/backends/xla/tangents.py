@@ -54,6 +54,8 @@ def attention(
 
     differentiated, dots = zip(*nonzero, strict=True)
     (out, _), (out_dot, lse_dot) = jax.jvp(sums, differentiated, dots)
+    # It is 0 already in a row that attends to nothing. This zeroes its cotangent there, which may be NaN, as lse is -inf.
+    lse_dot = jnp.where(lse == -jnp.inf, 0, lse_dot)
     out_dot = (out_dot - lse_dot[..., None] * out).astype(problem.dtype)
     # Padding is 0 already. This zeroes its cotangent, which may be NaN.
     return tile.zero_padding(out_dot, lengths_of(operands.mask).q_lengths), lse_dot
