@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from pallas_fa import masks, scores
-from pallas_fa.arguments.arrays import float_array
+from pallas_fa.arguments.arrays import float_array, refuse_shapes
 from pallas_fa.arguments.dropout import check_dropout_key, check_dropout_rate
 from pallas_fa.arguments.keywords import Arguments, complete
 from pallas_fa.arguments.masks import as_mask, lengths_mask, segment_mask, window_mask
@@ -167,6 +167,7 @@ def normalise(
     to these.
     """
     given = complete(arguments)
+    refuse_shapes(mask=mask, **arguments)
     q, k, v = (float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     layout = check_layout(given["layout"])
     dims = check_shapes(q, k, v, layout)

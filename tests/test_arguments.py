@@ -8,7 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +164,18 @@ def test_shapes_are_for_explain():
         pallas_fa.dot_product_attention(shape, shape, shape)
     with pytest.raises(TypeError, match="^bias=ShapeDtypeStruct.*has no values"):
         pallas_fa.dot_product_attention(X, X, X, bias=jax.ShapeDtypeStruct((4, 4), X.dtype))
+    ints, scalar = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    held: dict[str, dict[str, Any]] = {
+        "key_value_seq_lengths=": {"key_value_seq_lengths": ints},
+        "local_window_size holds": {"local_window_size": (ints, 0)},
+        "mask holds": {"mask": masks.Causal() & masks.Causal(offset=ints)},
+        "score holds": {"score": scores.Alibi(jax.ShapeDtypeStruct((2,), jnp.float32))},
+        "scale=": {"scale": scalar},
+    }
+    for shown, keywords in held.items():
+        assert "reference" in pallas_fa.explain(X, X, X, **keywords)
+        with pytest.raises(TypeError, match=f"^{shown} ?ShapeDtypeStruct.*has no values"):
+            pallas_fa.dot_product_attention(X, X, X, **keywords)
 
 
 class Tensor:

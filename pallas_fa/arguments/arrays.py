@@ -24,10 +24,7 @@ def float_array(name: str, x: Any, dims: str = "[*B, length, heads, head dim]") 
 def array(name: str, x: Any, what: str, remedy: str = "Leave it out for none.") -> Any:
     """Returns `x` as an array; an error names what `x` is instead. `what` says which array it must be."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"{name}={x!r} has no values; it must be {what}. Pass shapes alone to pallas_fa.explain, or to the call by"
-            " jax.eval_shape."
-        )
+        raise TypeError(f"{name}={x!r} has no values; it must be {what}. {_FOR_EXPLAIN}")
     if isinstance(x, Paged) or is_array(x):
         return x
     for kind, keyword in ((masks.Mask, "mask"), (scores.Score, "score")):
@@ -43,6 +40,16 @@ def array(name: str, x: Any, what: str, remedy: str = "Leave it out for none.") 
         raise TypeError(f"{name}={x!r} is a {type(x).__name__}; it must be {what}. {remedy}") from e
 
 
+def refuse_shapes(**arguments: Any) -> None:
+    """Raises TypeError where one of the arguments, by name, is or holds a shape in the place of an array."""
+    for name, x in arguments.items():
+        for leaf in jax.tree.leaves(x):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                shown = f"={leaf!r}" if leaf is x else f" holds {leaf!r}, which"
+                raise TypeError(f"{name}{shown} has no values. {_FOR_EXPLAIN}")
+
+
+_FOR_EXPLAIN = "Pass shapes alone to pallas_fa.explain, or to the call by jax.eval_shape."
 _OF_FUNCTIONS = {
     "mask": "Wrap a function fn(b, n, t, s) as pallas_fa.masks.Custom(fn).",
     "bias": "Wrap a function fn(x, b, n, t, s) as pallas_fa.scores.Custom(fn), and pass it as `score=`.",
