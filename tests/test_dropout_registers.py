@@ -125,7 +125,8 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, 
     found = run(None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset}))
     words = [SimpleNamespace(registers=word) for word in found]
     if rounded:
-        kept = getattr(draw, rounded)(jnp.bfloat16, None, *words).reshape(-1)
+        tell = draw.masks if rounded == "masks" else functools.partial(draw.factors, jnp.bfloat16)
+        kept = tell(None, *words).reshape(-1)
         found = [np.where(of_pair, x, 0) for of_pair, x in zip(kept, tiled.registers.reshape(-1), strict=True)]
         assert {int(i) for of_pair in kept for i in np.unique(of_pair)} == {0, dict(masks=-1, factors=1)[rounded]}
     else:

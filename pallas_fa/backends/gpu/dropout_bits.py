@@ -93,7 +93,7 @@ class Draw(NamedTuple):
             results[at] = vector.from_elements(results[at].type, values)
         return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
-    def masks(self, dtype: Any, _: Any, *words: Any) -> Any:
+    def masks(self, _: Any, *words: Any) -> Any:
         """Returns int16 with all bits set for elements that are kept, 0 for others, by random words; queries by keys."""
         return self._of_elements(ir.IntegerType.get_signless(16), True, words, None)
 
