@@ -134,13 +134,14 @@ def test_is_attention_to_the_whole_cache(name, placement):
 
 
 def test_gradients_without_checks_of_what_devices_share():
+    """Under `vmap`, too."""
     arrays, static = CASES["drafts"]
     attention = functools.partial(over_devices, check_vma=False, implementation="xla", **static)
-    fn = functools.partial(gradients, attend=attention)
-    for got, want in zip(
-        jax.tree.leaves(compile(fn, arrays)(arrays)[0]), jax.tree.leaves(truth("drafts")[0]), strict=True
-    ):
-        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    fn = jax.vmap(functools.partial(gradients, attend=attention))
+    mapped = jax.tree.map(lambda x: np.stack([x, x]), arrays)
+    found, _ = compile(fn, mapped)(mapped)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(truth("drafts")[0]), strict=True):
+        np.testing.assert_allclose(got[1], want, atol=2e-5 * np.abs(want).max())
 
 
 def test_merging_takes_one_collective_of_the_results_alone():

@@ -177,7 +177,8 @@ def _merge_devices(results: list[PartialResult], axis_name: Hashable, sinks: Any
     travelling = jnp.concatenate([out, lse[..., None]], axis=-1)
     # Without JAX's checks each device gets 1/R of the cotangent of what is the same on all: summed, as from varying arrays.
     to = "invarying" if varying.is_checked(axis_name) else "varying"
-    gathered = lax.all_gather(travelling, axis_name, to=to)
+    # Tiled: of the transpose of the other form, the `vmap` rule of JAX (0.11) misplaces the mapped dim.
+    gathered = lax.all_gather(travelling[None], axis_name, tiled=True, to=to)
     results = [PartialResult(x[..., :-1], x[..., -1]) for x in gathered]
     if sinks is not None:
         results.append(PartialResult.empty(out.shape, out.dtype, sinks))
