@@ -151,6 +151,10 @@ OTHERS = {
     "all-to-all with lengths": lambda: over_devices(
         all_to_all_attention, is_causal=True, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS
     ),
+    "ring of lengths": lambda: over_devices(
+        ring_attention, is_causal=True, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS
+    ),
+    "ring of blocks": lambda: over_devices(ring_attention, mask=masks.BlockMask(np.tri(4, dtype=np.bool_), 4)),
     "block mask": lambda: masks.block_mask(masks.Causal(), 16, 16, (4, 4)),
 }
 
