@@ -66,6 +66,8 @@ class Part:
 
 
 def _as_bound(x):
+    if isinstance(x, (int, np.integer)):  # of NumPy: JAX computes nothing outside of a trace where a mesh is set
+        return np.full((1, 1, 1, 1), x, np.int32)
     return jnp.asarray(x, jnp.int32).reshape(1, 1, 1, 1)
 
 
