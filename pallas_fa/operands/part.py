@@ -29,7 +29,7 @@ class Part:
     diagonal: Any = 0
 
     @property
-    def origin(self) -> tuple[jax.Array, ...]:
+    def origin(self) -> tuple[Any, ...]:
         """`start` as four int32 arrays [1, 1, 1, 1]."""
         return tuple(map(_as_bound, self.start))
 
