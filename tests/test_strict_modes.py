@@ -151,6 +151,10 @@ OTHERS = {
     "all-to-all with lengths": lambda: over_devices(
         all_to_all_attention, is_causal=True, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS
     ),
+    "ring of lengths": lambda: over_devices(
+        ring_attention, is_causal=True, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS
+    ),
+    "ring of blocks": lambda: over_devices(ring_attention, mask=masks.BlockMask(np.tri(4, dtype=np.bool_), 4)),
     "block mask": lambda: masks.block_mask(masks.Causal(), 16, 16, (4, 4)),
 }
 
@@ -230,3 +234,16 @@ def test_the_kernel_for_latent_attention_lowers():
     call = lambda q, cache: pallas_fa.mla_decode_attention(q, cache, scale=0.1, lengths=LENGTHS)
     with strict_64_bits():
         assert kernels(call, shape(2, 2, 16, 576), shape(2, 128, 576)) == 1
+
+
+def test_a_ring_of_a_function_where_a_mesh_is_set():
+    """Which hops it needs is found while tracing, in a mesh in which JAX computes nothing outside of the program."""
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mask = masks.Custom(lambda b, n, t, s: (t - s) % 3 != 1)
+    attend = functools.partial(ring_attention, axis_name="ring", placement="contiguous", mask=mask)
+    whole = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "ring"), out_specs=P(None, "ring"))
+    x = tokens()
+    jax.clear_caches()  # what was computed before needs no mesh
+    with jax.set_mesh(mesh):
+        found = jax.jit(whole)(x, x, x)
+    np.testing.assert_allclose(found, pallas_fa.dot_product_attention(x, x, x, mask=mask), atol=1e-5)

@@ -118,6 +118,6 @@ def without_sharded_segments(mask: Any) -> tuple[Any, Any]:
 
 def any_allowed(mask: masks.Mask, T: int, S: int) -> Any:
     """Returns whether a mask of T queries and S keys may allow any pair of them; conservative."""
-    lo, hi = mask.kv_range(np.array([0]), np.array([T]))
+    lo, hi = mask.kv_range(np.array([0], np.int32), np.array([T], np.int32))
     allowed = intervals.maximum(lo, 0) < intervals.minimum(hi, S)
     return allowed.any() if hasattr(allowed, "any") else allowed

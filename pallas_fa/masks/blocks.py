@@ -183,7 +183,7 @@ class BlockMask(Mask):
         first, last, count = self._touched(axis, *tiles)
         if count == 1 and intervals.array_module(first) is np and np.array_equal(first, np.arange(x.shape[axis])):
             return x
-        index = intervals.minimum(first[:, None] + np.arange(count)[None], last[:, None])
+        index = intervals.minimum(first[:, None] + np.arange(count, dtype=np.int32)[None], last[:, None])
         return reduce(jnp.take(x, index, axis=axis, mode="clip"), axis=axis + 1)
 
     def _range(self, answer, hit, axis):

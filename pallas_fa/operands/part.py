@@ -29,7 +29,7 @@ class Part:
     diagonal: Any = 0
 
     @property
-    def origin(self) -> tuple[jax.Array, ...]:
+    def origin(self) -> tuple[Any, ...]:
         """`start` as four int32 arrays [1, 1, 1, 1]."""
         return tuple(map(_as_bound, self.start))
 
@@ -66,6 +66,8 @@ class Part:
 
 
 def _as_bound(x):
+    if isinstance(x, (int, np.integer)):  # of NumPy: JAX computes nothing outside of a trace where a mesh is set
+        return np.full((1, 1, 1, 1), x, np.int32)
     return jnp.asarray(x, jnp.int32).reshape(1, 1, 1, 1)
 
 
