@@ -171,6 +171,17 @@ def test_promotion_is_never_implicit(call):
         np.testing.assert_array_equal(b, c)
 
 
+def test_block_masks_of_keys_that_devices_hold():
+    """First of all under the strict modes: what is chosen for a call is remembered."""
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mask, shard, x = masks.BlockMask(np.tri(8, dtype=np.bool_), 2), P(None, "ring"), tokens()
+    attend = functools.partial(decode_attention, axis_name="ring", mask=mask)
+    decode = jax.shard_map(attend, mesh=mesh, in_specs=(P(), shard, shard), out_specs=P())
+    with strict_64_bits():
+        found = decode(x, x, x)
+    np.testing.assert_allclose(found, pallas_fa.dot_product_attention(x, x, x, mask=mask), atol=1e-6)
+
+
 OVER_DEVICES = {
     "ring": (ring_attention, P(None, "ring")),
     "all-to-all": (all_to_all_attention, P(None, "ring")),

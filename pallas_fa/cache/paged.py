@@ -96,7 +96,7 @@ class PagedCache:
         kept = self.key_pages, self.value_pages
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
         position = before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
-        index = table.at[jnp.arange(B)[:, None], position // page].get(mode="fill", fill_value=-1)
+        index = table.at[jnp.arange(B, dtype=jnp.int32)[:, None], position // page].get(mode="fill", fill_value=-1)
         placed = rows.place(new, before, dropped, (position >= 0) & (index >= 0) & (index < P))
         index = jnp.where(placed.writes, index, P)  # past the end, where the scatter drops it
         write = lambda pages, new: jnp.asarray(pages).at[index, position % page].set(new, mode="drop")

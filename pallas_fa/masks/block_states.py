@@ -82,7 +82,7 @@ def _states(bound, dims, q, kv):
     T, S = dims.T, dims.S
     entries, of_heads = _span(bound, (dims.B, dims.N), dims)
     rows, columns = -(-T // q), -(-S // kv)
-    s = np.minimum(np.arange(columns * kv), S - 1)  # the last position stands for those past the end
+    s = np.minimum(np.arange(columns * kv, dtype=np.int32), S - 1)  # the last position stands for those past the end
 
     def row(i):
         b, n, i = i // (of_heads * rows), i // rows % of_heads, i % rows

@@ -33,7 +33,7 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
     tile = _regular_tile(lo, hi, size)
     if tile and size % tile == 0:  # no gather
         return reduce(x.reshape(*x.shape[:axis], lo.size, tile, *x.shape[axis + 1 :]), axis=axis + 1)
-    within = np.arange(max(int((hi - lo).max()), 1))
+    within = np.arange(max(int((hi - lo).max()), 1), dtype=np.int32)
     rows = np.minimum(lo[:, None] + within, np.minimum(hi, size)[:, None] - 1)
     return reduce(jnp.take(x, jnp.asarray(rows), axis=axis), axis=axis + 1)
 
@@ -41,7 +41,7 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
 def _regular_tile(lo, hi, size):
     """Returns the tile size if the tiles [lo, hi) cover [0, size) in order, the last one possibly short; else 0."""
     tile = max(int(hi[0] - lo[0]), 1)
-    starts = np.arange(0, size, tile)
+    starts = np.arange(0, size, tile, dtype=np.int32)
     return tile if np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size)) else 0
 
 
@@ -60,7 +60,7 @@ def reduce_blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> t
     size = x.shape[axis]
     block = block or _block_size(size)
     if block > 1:
-        starts = np.arange(0, size, block)
+        starts = np.arange(0, size, block, dtype=np.int32)
         x = reduce_tiles(x, axis, starts, starts + block, reduce)
     return (x if axis == 3 else jnp.swapaxes(x, 2, 3)), (block if size > 1 else 0)
 
@@ -106,7 +106,7 @@ def _by_blocks(answer, size, lo, hi, other_size, join):
     count, blocks_per_tile = size // block, tile // block
     if block == 1 or tile % block or size % block or blocks_per_tile not in (2, 3, 4):
         return answer(lo, hi)
-    of_blocks = answer(np.arange(0, size, block), np.arange(block, size + 1, block))
+    of_blocks = answer(*(np.arange(first, size + first, block, dtype=np.int32) for first in (0, block)))
     of_blocks = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % blocks_per_tile)), mode="edge") for x in of_blocks)
     first, end = (
         functools.reduce(f, (x[..., i::blocks_per_tile] for i in range(blocks_per_tile)))

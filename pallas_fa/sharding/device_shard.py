@@ -111,7 +111,8 @@ class DeviceShard:
         k, v, heads = operands.k, operands.v, None
         if axes["K"] != axes["N"]:  # this device holds key heads that its query heads do not read
             run_length = math.gcd(problem.group, size["N"])  # consecutive query heads that read one key head
-            heads = (start["N"] + run_length * jnp.arange(size["N"] // run_length)) // problem.group - start["K"]
+            runs = jnp.arange(size["N"] // run_length, dtype=jnp.int32)
+            heads = (start["N"] + run_length * runs) // problem.group - start["K"]
             axis = ordered(problem.layout, range(4)).index(2)
             k, v = (jnp.take(x, heads, axis=axis, mode="clip") for x in (k, v))  # all are in range
         local = operands._replace(k=k, v=v, score=score, mask=mask, dropout=dropout)

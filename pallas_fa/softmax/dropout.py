@@ -160,7 +160,7 @@ class _Blocks:
 
     def positions(self, step: int) -> Any:
         """Returns those without the bits that share calls, uint32 [blocks, PARTNER / step]."""
-        starts = self.length * np.arange(self.count)[:, None]
+        starts = self.length * np.arange(self.count, dtype=np.int32)[:, None]
         return self.first + (starts + np.arange(0, PARTNER, step)).astype(np.uint32)
 
     def cut(self, x: Any, axis: int) -> Any:

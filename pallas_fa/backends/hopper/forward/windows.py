@@ -46,7 +46,7 @@ def most_keys(rows: Problem, block_q: int) -> int:
 
     `rows`: the problem of rows.
     """
-    starts = np.arange(0, rows.dims.T, block_q)
+    starts = np.arange(0, rows.dims.T, block_q, dtype=np.int32)
     assert rows.mask is not None
     found = rows.mask.kv_range(starts, np.minimum(starts + block_q, rows.dims.T))
     first, end = (np.clip(x, 0, rows.dims.S) for x in found)
