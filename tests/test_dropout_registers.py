@@ -76,7 +76,7 @@ def in_numpy(monkeypatch):
     return kernel
 
 
-@pytest.mark.parametrize(("answer", "yes"), ((None, 0xFFFF), ("f16", 0x3C00), ("bf16", 0x3F80)))
+@pytest.mark.parametrize(("answer", "yes"), (("int16", 0xFFFF), ("float16", 0x3C00), ("bfloat16", 0x3F80)))
 @pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7F80, 0x7F81, 0x7FFF))
 def test_two_decisions_at_once(threshold, answer, yes, monkeypatch):
     """By a comparison of 16-bit floats, among which are denormal ones, infinity and NaN."""
@@ -90,7 +90,7 @@ def test_two_decisions_at_once(threshold, answer, yes, monkeypatch):
 @pytest.mark.parametrize("threshold", (10000, 0x7C80))
 @pytest.mark.parametrize(
     ("keys_by_queries", "rounded", "width"),
-    ((False, None, 160), (False, None, 144), (True, None, 144), (False, "masks", 160), (False, "factors", 160)),
+    ((False, None, 160), (False, None, 144), (True, None, 144), (False, jnp.int16, 160), (False, jnp.bfloat16, 160)),
 )
 def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, threshold, monkeypatch):
     """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
@@ -125,10 +125,9 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, 
     found = run(None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset}))
     words = [SimpleNamespace(registers=word) for word in found]
     if rounded:
-        tell = draw.masks if rounded == "masks" else functools.partial(draw.factors, jnp.bfloat16)
-        kept = tell(None, *words).reshape(-1)
+        kept = draw.answers(rounded, None, *words).reshape(-1)
         found = [np.where(of_pair, x, 0) for of_pair, x in zip(kept, tiled.registers.reshape(-1), strict=True)]
-        assert {int(i) for of_pair in kept for i in np.unique(of_pair)} == {0, dict(masks=-1, factors=1)[rounded]}
+        assert {int(i) for of_pair in kept for i in np.unique(of_pair)} == {0, -1 if rounded == jnp.int16 else 1}
     else:
         assert len(words) == 3  # bits of 72 or 80 elements
         found = draw.select(None, tiled, *words).reshape(-1)

@@ -153,8 +153,7 @@ class BlockMask(Mask):
             return self.mask.in_tiles(sizes, tiles)
         x, counts = self._states > EMPTY, []
         for axis in (3, 2):
-            starts = np.arange(0, sizes[axis - 2], tiles[axis - 2], dtype=np.int32)
-            first, _, count = self._touched(axis, starts, np.minimum(starts + tiles[axis - 2], sizes[axis - 2]))
+            first, _, count = self._touched(axis, *intervals.tiles(sizes[axis - 2], tiles[axis - 2]))
             index = first[:, None] + (np.arange(count, dtype=np.int32)[None] - first[:, None]) % count
             x, counts = jnp.take(x, index, axis=axis, mode="clip"), [count, *counts]
         bits = np.arange(counts[0] * counts[1], dtype=np.int32).reshape(1, 1, 1, counts[0], 1, counts[1])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa.operands import intervals
 from pallas_fa.operands.intervals import UNBOUNDED, Range
 
 
@@ -41,8 +42,8 @@ def reduce_tiles(x: Any, axis: int, lo: Any, hi: Any, reduce: Any) -> Any:
 def _regular_tile(lo, hi, size):
     """Returns the tile size if the tiles [lo, hi) cover [0, size) in order, the last one possibly short; else 0."""
     tile = max(int(hi[0] - lo[0]), 1)
-    starts = np.arange(0, size, tile, dtype=np.int32)
-    return tile if np.array_equal(lo, starts) and np.array_equal(hi, np.minimum(starts + tile, size)) else 0
+    starts, ends = intervals.tiles(size, tile)
+    return tile if np.array_equal(lo, starts) and np.array_equal(hi, ends) else 0
 
 
 def reduce_blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> tuple[Any, int]:
@@ -60,8 +61,7 @@ def reduce_blocks(x: Any, axis: int, reduce: Any, block: int | None = None) -> t
     size = x.shape[axis]
     block = block or _block_size(size)
     if block > 1:
-        starts = np.arange(0, size, block, dtype=np.int32)
-        x = reduce_tiles(x, axis, starts, starts + block, reduce)
+        x = reduce_tiles(x, axis, *intervals.tiles(size, block), reduce)
     return (x if axis == 3 else jnp.swapaxes(x, 2, 3)), (block if size > 1 else 0)
 
 
@@ -106,7 +106,7 @@ def _by_blocks(answer, size, lo, hi, other_size, join):
     count, blocks_per_tile = size // block, tile // block
     if block == 1 or tile % block or size % block or blocks_per_tile not in (2, 3, 4):
         return answer(lo, hi)
-    of_blocks = answer(*(np.arange(first, size + first, block, dtype=np.int32) for first in (0, block)))
+    of_blocks = answer(*intervals.tiles(size, block))
     of_blocks = (jnp.pad(x, ((0, 0), (0, 0), (0, -count % blocks_per_tile)), mode="edge") for x in of_blocks)
     first, end = (
         functools.reduce(f, (x[..., i::blocks_per_tile] for i in range(blocks_per_tile)))

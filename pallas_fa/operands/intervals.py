@@ -12,6 +12,15 @@ Range = tuple[Any, Any]
 UNBOUNDED = 2**30  # past every position, and small enough to add to a position in int32
 
 
+def tiles(size: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where tiles of `size` positions start and end; the last may be short.
+
+    Of int32, as all positions: with 64-bit types, JAX's strict promotion refuses NumPy's own integers beside them.
+    """
+    starts = np.arange(0, size, tile, dtype=np.int32)
+    return starts, np.minimum(starts + tile, size)
+
+
 def maximum(*values: Any) -> Any:
     """Returns the elementwise maximum: an int if all are ints, of NumPy if all are known while tracing, else of jnp."""
     return _fold(max, "maximum", values)

@@ -69,13 +69,15 @@ class KeptRounded(NamedTuple):
     def select(self, x: Any) -> Any:
         """Returns `x`, of finite 16-bit floats, where it is kept, elsewhere 0."""
         if self.by_factors:
-            return x * self._of_elements(functools.partial(self.draw.factors, x.dtype), x.shape, x.dtype)
-        masks = self._of_elements(self.draw.masks, x.shape, jnp.int16)
+            return x * self._answers(x.shape, x.dtype)
+        masks = self._answers(x.shape, jnp.int16)
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) & masks, x.dtype)
 
-    def _of_elements(self, body, shape, dtype):
+    def _answers(self, shape, dtype):
         result: Any = plgpu.ShapeDtypeStruct(shape, dtype, layout=TILE)
-        run: Any = plgpu.inline_mgpu(arg_types=tuple(_PER_THREAD for _ in self.words), return_type=result)(body)
+        run: Any = plgpu.inline_mgpu(arg_types=tuple(_PER_THREAD for _ in self.words), return_type=result)(
+            functools.partial(self.draw.answers, dtype)
+        )
         return run(*self.words)
 
 

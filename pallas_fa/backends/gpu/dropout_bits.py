@@ -52,7 +52,7 @@ class Draw(NamedTuple):
 
     @property
     def in_words(self) -> bool:
-        """Whether the tile, of queries by keys, holds all keys of each call: then `masks` and `factors` can be told."""
+        """Whether the tile, of queries by keys, holds all keys of each call: then there are `answers`."""
         return not self.keys_by_queries and self.shape[1] % KEY_BLOCK == 0
 
     def random(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
@@ -93,26 +93,23 @@ class Draw(NamedTuple):
             results[at] = vector.from_elements(results[at].type, values)
         return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
-    def masks(self, _: Any, *words: Any) -> Any:
-        """Returns int16 with all bits set for elements that are kept, 0 for others, by random words; queries by keys."""
-        return self._of_elements(ir.IntegerType.get_signless(16), True, words, None)
+    def answers(self, dtype: Any, _: Any, *words: Any) -> Any:
+        """Returns which elements are kept, by random words; queries by keys.
 
-    def factors(self, dtype: Any, _: Any, *words: Any) -> Any:
-        """Returns 1 for elements that are kept, 0 for others, in a 16-bit float dtype, by random words; queries by keys."""
-        if dtype == jnp.bfloat16:
-            return self._of_elements(ir.BF16Type.get(), None, words, "bf16")
-        return self._of_elements(ir.F16Type.get(), None, words, "f16")
-
-    def _of_elements(self, kind, is_signed, words, answer):
+        `dtype`: int16, with all bits set for elements that are kept, or a 16-bit float, with 1 for them; else 0.
+        """
+        name = jnp.dtype(dtype).name
+        types = dict(int16=lambda: ir.IntegerType.get_signless(16), float16=ir.F16Type.get, bfloat16=ir.BF16Type.get)
+        pair = ir.VectorType.get((2,), types[name]())
         random = [_element(word.registers[0], 0) for word in words]
         layout = plgpu.Layout.WGMMA.to_mgpu()
         results = np.empty(layout.registers_shape(self.shape), object)
         by_tile = self._by_tile(results)
         numbers = self._numbers(zip(random[::2], random[1::2], strict=True), self._both_halves())
         for at, number in zip(self._places(), numbers, strict=True):
-            one = vector.from_elements(_one_word(), [_at_least(number, self.threshold, answer)])
-            by_tile[at] = vector.bitcast(ir.VectorType.get((2,), kind), one)
-        return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=is_signed)
+            one = vector.from_elements(_one_word(), [_at_least(number, self.threshold, name)])
+            by_tile[at] = vector.bitcast(pair, one)
+        return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=True if name == "int16" else None)
 
     def _random(self, rows, columns, key, offset):
         rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)  # r + 8 after r
@@ -185,16 +182,16 @@ def _all_or_none(positions, bit):
     return arith.subi(_word(0), arith.andi(shifted, _word(1)))
 
 
-def _at_least(word, threshold, answer=None):
+def _at_least(word, threshold, answer="int16"):
     """Returns for each half of `word` whether its low 15 bits are at least the threshold.
 
     As 16-bit floats >= 0 they are in the order of their bits. NaN has the highest: it is at least any number, and where the
     threshold would itself be NaN the bits are inverted, of which those of less than a number are asked for.
 
     Args:
-      answer: "f16" or "bf16": 1 or 0 of this type; None: all bits set, or none.
+      answer: the dtype of the two answers, as of `Draw.answers`.
     """
-    if answer == "bf16":  # which has no operand modifier for absolute values
+    if answer == "bfloat16":  # which has no operand modifier for absolute values
         kind, infinity, low_bits = "bf16x2", 0x7F80, "and.b32 x, $1, 0x7fff7fff"
     else:
         kind, infinity, low_bits = "f16x2", 0x7C00, "abs.f16x2 x, $1"
@@ -202,7 +199,7 @@ def _at_least(word, threshold, answer=None):
         bits, test = word, "geu"
     else:
         bits, test, threshold = arith.xori(word, _word(0x7FFF7FFF)), "lt", 2**DECISION_BITS - threshold
-    text = f"{{ .reg .b32 x; {low_bits}; set.{test}.{kind if answer else 'u32'}.{kind} $0, x, $2; }}"
+    text = f"{{ .reg .b32 x; {low_bits}; set.{test}.{'u32' if answer == 'int16' else kind}.{kind} $0, x, $2; }}"
     return _asm(text, bits, _word(threshold * 0x10001))
 
 

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Problem, Residuals
-from pallas_fa.softmax import tile
+from pallas_fa.softmax import sinks, tile
 
 _ROWS = 128  # the largest tile of queries
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -52,8 +51,9 @@ def row_statistics(
     neg_delta = jnp.where(is_empty, 0, -delta)
     d_sinks = ()
     if operands.sinks is not None:
-        neg_lse, neg_delta = lax.optimization_barrier((neg_lse, neg_delta))  # XLA would compute both twice
-        d_sinks = (_sinks_gradient(operands.sinks, neg_lse, neg_delta, lse_factor),)
+        # XLA would compute all of them twice.
+        lse, neg_lse, neg_delta = lax.optimization_barrier((lse, neg_lse, neg_delta))
+        d_sinks = (sinks.gradient(operands.sinks, *(jnp.swapaxes(x, 1, 2) for x in (lse, -neg_delta))),)
     neg_lse, neg_delta = jnp.where(in_length, neg_lse, -jnp.inf), jnp.where(in_length, neg_delta, 0)
     if operands.dropout is not None:
         neg_delta = neg_delta / operands.dropout.scale
@@ -65,12 +65,3 @@ def row_statistics(
 def _finite(x):
     """x, where infinity is the largest number: a row may have nothing but a sink, of any size."""
     return jnp.clip(x, -_LARGEST, _LARGEST)
-
-
-def _sinks_gradient(sinks, neg_lse, neg_delta, lse_factor):
-    """`softmax.sinks.gradient` of what `row_statistics` returns: no pass over lse in another order."""
-    sink = sinks[..., 0].astype(jnp.float32)
-    exponent = (neg_lse - _finite(sink * lse_factor)) * (LOG2E / -lse_factor)
-    p = jnp.where(sink == -jnp.inf, 0, jnp.exp2(exponent))
-    d = jnp.where(p > 0, p * neg_delta, 0)  # where p is 0, delta may be anything
-    return d.sum(axis=2 if sinks.shape[0] != 1 else (0, 2)).reshape(sinks.shape).astype(sinks.dtype)

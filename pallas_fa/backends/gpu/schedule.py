@@ -100,8 +100,7 @@ def visits_of_blocks(
       whole_blocks_only: a ragged last block finds no block full.
       at_least: see `visits`.
     """
-    starts = np.arange(0, size, block, dtype=np.int32)
-    ends = np.minimum(starts + block, size)
+    starts, ends = intervals.tiles(size, block)
     lo, hi = ask_full(starts, ends)
     if whole_blocks_only and size % block:
         hi = intervals.where(starts + block <= size, hi, lo)

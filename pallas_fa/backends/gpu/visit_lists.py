@@ -76,10 +76,9 @@ def tile_states(mask: Mask, sizes: tuple[int, int], tiles: tuple[int, int], full
       tiles: positions of their tiles.
       full_tails: for both, whether a ragged last tile may be full.
     """
-    starts = [np.arange(0, size, tile, dtype=np.int32) for size, tile in zip(sizes, tiles, strict=True)]
-    ends = [np.minimum(x + tile, size) for x, tile, size in zip(starts, tiles, sizes, strict=True)]
-    states = mask.tile_states(*zip(starts, ends, strict=True))
-    q, kv = ((x + tile <= size) | may for x, tile, size, may in zip(starts, tiles, sizes, full_tails, strict=True))
+    of_sizes = [intervals.tiles(size, tile) for size, tile in zip(sizes, tiles, strict=True)]
+    states = mask.tile_states(*of_sizes)
+    q, kv = ((end - start == tile) | may for (start, end), tile, may in zip(of_sizes, tiles, full_tails, strict=True))
     return intervals.minimum(states, np.where(q[:, None] & kv, FULL, BOUNDARY).astype(np.int8)[None, None])
 
 

@@ -13,6 +13,7 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
 from pallas_fa.masks.base import parts_of
+from pallas_fa.operands import intervals
 from pallas_fa.problem import Problem
 
 
@@ -65,8 +66,8 @@ def _is_uniform(problem):
         return problem.score is None
     if not jax.tree.leaves(problem.mask):
         return False
-    starts = np.arange(0, problem.dims.T, 64, dtype=np.int32)
-    ask = lambda mask: (mask.kv_range(starts, starts + 64), mask.full_kv_range(starts, starts + 64))
+    tiles = intervals.tiles(problem.dims.T, 64)
+    ask = lambda mask: (mask.kv_range(*tiles), mask.full_kv_range(*tiles))
     return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, problem.mask)))
 
 
@@ -74,5 +75,5 @@ def _is_windowed(problem):
     T = problem.dims.T
     if problem.mask is None or jax.tree.leaves(problem.mask):
         return False
-    first, _ = problem.mask.kv_range(np.array([T - 64]), np.array([T]))
+    first, _ = problem.mask.kv_range(np.array([T - 64], np.int32), np.array([T], np.int32))
     return bool(np.any(np.asarray(first) > 0))

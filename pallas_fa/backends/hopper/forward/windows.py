@@ -11,6 +11,7 @@ from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import products
 from pallas_fa.masks.band import Window
 from pallas_fa.masks.base import Mask
+from pallas_fa.operands import intervals
 from pallas_fa.operands.pytree import is_static_int
 from pallas_fa.problem import Problem
 
@@ -46,8 +47,7 @@ def most_keys(rows: Problem, block_q: int) -> int:
 
     `rows`: the problem of rows.
     """
-    starts = np.arange(0, rows.dims.T, block_q, dtype=np.int32)
     assert rows.mask is not None
-    found = rows.mask.kv_range(starts, np.minimum(starts + block_q, rows.dims.T))
+    found = rows.mask.kv_range(*intervals.tiles(rows.dims.T, block_q))
     first, end = (np.clip(x, 0, rows.dims.S) for x in found)
     return int(np.max(end - first // KEY_MULTIPLE * KEY_MULTIPLE))
