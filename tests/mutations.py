@@ -46,7 +46,7 @@ WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
-    Mutation("masks/band.py", "subtract(t_hi - 1, left)", "subtract(t_lo, left)", MASKS),
+    Mutation("masks/band.py", "_before(t_hi - 1, left)", "_before(t_lo, left)", MASKS),
     Mutation("masks/segments.py", "return self.q_ids == self.kv_ids", "return self.q_ids <= self.kv_ids", MASKS),
     Mutation("masks/lengths.py", "t < self.q_lengths", "t <= self.q_lengths", MASKS),
     Mutation("masks/key_intervals.py", "starts < _of_columns(s_hi)", "starts < _of_columns(s_lo)", INTERVALS),
