@@ -65,7 +65,7 @@ FIRST_STORE = Table(
     "backward/first-store",
     Row(True, visit_table=True),
     Row(True, masked=False, length=up_to(2048)),
-    Row(True, masked=True, length=up_to(8192)),
+    Row(True, masked=True),
     Row(False),
 )
 STORE_WARPS = Table("backward/dq-store-warps", Row(2, blocks=True), Row(1, visit_table=True), Row(2))
@@ -87,17 +87,11 @@ L2_HEAD_GROUP = Table(
     Row(16, masked=True, visit_table=False, length=at_least(2049)),
     Row(8),
 )
+STATISTICS_LAST = Table("backward/instructions-and-waits", Row(False, tests_arrays=True), Row(True))
 # Of the fused pass at H=64.
-_LONG: dict[str, Any] = dict(group=1, masked=True, visit_table=False, length=at_least(8193))
-WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, **_LONG), Row(32))
-WIDE_STORE_WARPS = Table("backward/instructions-and-waits", Row(2, **_LONG), Row(1))
-STATISTICS_LAST = Table(
-    "backward/instructions-and-waits",
-    Row(False, tests_arrays=True),
-    Row(True, group=1, masked=True),
-    Row(True, group=1, length=up_to(2048)),
-    Row(False),
-)
+_LONG: dict[str, Any] = dict(group=1, visit_table=False, length=at_least(8193))
+WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, masked=True, **_LONG), Row(32))
+WIDE_STAGGER = Table("backward/stagger", Row(7, masked=False, **_LONG), Row(0))
 
 # Of the fused pass at H=64. Their second slots for keys and values may not fit beside arrays: then a CTA for each block.
 PERSISTENT = Table(
@@ -111,7 +105,7 @@ PERSISTENT = Table(
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
 _WIDE_FUSED_OPTIONS = _WIDE_OPTIONS | dict(
-    l2_head_group=WIDE_L2_HEAD_GROUP, store_warps=WIDE_STORE_WARPS, statistics_last=STATISTICS_LAST
+    l2_head_group=WIDE_L2_HEAD_GROUP, stagger=WIDE_STAGGER, statistics_last=STATISTICS_LAST
 )
 
 
@@ -126,6 +120,7 @@ _WIDE_FUSED = (
     BackwardConfig(2, 128, ds_stages=1, store_warps=1),
 )
 _WIDE_OTHERS = BackwardConfig(2, 128, (2, 1), 1, l2_head_group=32, store_warps=1), *_SMALL
+_NARROW_OPTIONS = dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE)
 _NARROW = Choice(
     (
         BackwardConfig(2, 64),
@@ -133,9 +128,10 @@ _NARROW = Choice(
         BackwardConfig(2, 64, (2, 1), 1),
         BackwardConfig(2, 64, (1, 1), 1),
     ),
-    dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
+    _NARROW_OPTIONS,
     _SMALL,
 )
+_NARROW_FUSED = _NARROW._replace(options=_NARROW_OPTIONS | dict(statistics_last=STATISTICS_LAST))
 _SUMS_AT_192 = Choice(
     (
         BackwardConfig(2, 64, (2, 1)),
@@ -143,7 +139,7 @@ _SUMS_AT_192 = Choice(
         BackwardConfig(2, 64, (2, 1), 1),
         BackwardConfig(2, 64, (1, 1), 1),
     ),
-    dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE),
+    _NARROW_FUSED.options,
     (),
 )
 _SHORT = BackwardConfig(1, 64), BackwardConfig(1, 64, (1, 1), 1)
@@ -181,7 +177,7 @@ TILES = Table(
         )
     ),
     Row(
-        Choice((BackwardConfig(2, 64),), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True),
+        Choice((BackwardConfig(2, 64, store_warps=1),), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True),
         "library/dropout-by-philox",
         **_H64,
         gives=_FUSED,
@@ -191,7 +187,7 @@ TILES = Table(
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
     Row(_NARROW, **_H128, gives=_KEYS),
-    Row(_NARROW, head_dim=128, value_dim=up_to(128), gives=_FUSED),
+    Row(_NARROW_FUSED, head_dim=128, value_dim=up_to(128), gives=_FUSED),
     Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
     # Past 128, only one gradient of a pass fits a warpgroup's registers.
     Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),

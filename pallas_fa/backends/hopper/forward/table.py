@@ -152,6 +152,14 @@ TILES = Table(
         uniform=True,
         length=at_least(8193),
     ),
+    Row(
+        (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
+        "forward/key-blocks-of-16",
+        **_H128,
+        visit_table=False,
+        windowed=False,
+        length=at_least(8193),
+    ),
     Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
     Row(_two_warpgroups(**_LATE, l2_head_group=1), "forward/visit-lists", **_H128, blocks=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
@@ -163,6 +171,14 @@ TILES = Table(
         "forward/key-blocks-of-16",
         **_H256,
         uniform=True,
+        visit_table=False,
+        dropout=False,
+        length=at_least(1024),
+    ),
+    Row(
+        (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
+        "forward/key-blocks-of-16",
+        **_H256,
         visit_table=False,
         dropout=False,
         length=at_least(2048),
@@ -179,6 +195,7 @@ PERSISTENT = Table(
     Row(True, "forward/few-keys", **_FEW_KEYS_128, keys=up_to(512)),
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
+    Row(True, **_H128, split=False, uniform=True, visit_table=False, length=Span(257, 8192)),
     Row(False),
 )
 
