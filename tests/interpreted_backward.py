@@ -98,6 +98,7 @@ CASES = {
         {},
     ),
     "head dim 192, lengths that are no multiples of 8": (dataclasses.replace(BASE, H=192, Hv=128, mask="lengths"), {}),
+    "head dim 256, empty rows": (dataclasses.replace(BASE, H=256, Hv=256, batch=(2,), mask="lengths"), {}),
     "unequal head dims": (dataclasses.replace(BASE, H=64, Hv=128, mask="causal"), {}),
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pallas_fa.backends.hopper.backward.choose import choose
+from pallas_fa.backends.hopper.backward.choose import choose, choose_passes
 from pallas_fa.backends.hopper.backward.plan import passes
-from pallas_fa.backends.hopper.config import BackwardConfig, ForwardConfig
+from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from tests.interpreted_backward import CASES, GPU, WIDE, problem_of
 
 
@@ -25,6 +25,19 @@ def test_by_tile_only_where_sections_fill_the_gpu_once():
     assert not goes(4096, score="alibi"), "a slope would have to be read in each step"
     assert not goes(3072), "24 blocks of 16 heads are not a multiple of what fills 132"
     assert not goes(16384), "a head fills the GPU alone"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", ["full", "causal", "lengths", "window_causal", "segments", "dense", "blocks"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128), (192, 128), (256, 256), (320, 320)])
+def test_passes_share_their_row_statistics(dims, mask, deterministic):
+    width = 128 if dims == (64, 64) else 64
+    named = Config(backward=BackwardConfig(2, width, (1, 1), 1, statistics_last=True))
+    for config in (None, named):
+        case = dataclasses.replace(WIDE, H=dims[0], Hv=dims[1], batch=(2,), mask=mask)
+        problem, _ = problem_of(case, {"deterministic_gradients": deterministic, "config": config})
+        plans = [choose(problem, kind, GPU) for kind in choose_passes(problem, GPU)]
+        assert len({plan.lse_factor for plan in plans}) == 1
 
 
 @pytest.mark.parametrize(("mask", "N", "warps"), [("full", 1, 1), ("causal", 1, 2), ("causal", 8, 1)])

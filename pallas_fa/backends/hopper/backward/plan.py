@@ -93,8 +93,13 @@ class BackwardPlan(BackwardCore):
 
     @property
     def statistics_last(self) -> bool:
-        """Whether accumulators start at 0 and row statistics are added to what the matmuls give."""
-        in_the_way = self.scored or self.chunked or self.padding.behind_mask or self.problem.dropout is not None
+        """Whether accumulators start at 0 and row statistics are added to what the matmuls give: in all passes or in none.
+
+        Passes share the statistics, and the one that streams keys tests elements for padding.
+        """
+        is_alone = len(self.kind.gives) == 3
+        tests_padding = self.padding.behind_mask if is_alone else self.padding != Padding()
+        in_the_way = self.scored or self.chunked or tests_padding or self.problem.dropout is not None
         return self.config.statistics_last and not in_the_way
 
     @property

@@ -192,7 +192,7 @@ TILES = Table(
     # Past 128, only one gradient of a pass fits a warpgroup's registers.
     Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
     Row(_SUMS_AT_192, "backward/two-passes-at-192", gives=_WITHOUT_DV),
-    Row(Choice((), {}, _LARGE), **_H256),
+    Row(Choice(_LARGE, dict(statistics_last=STATISTICS_LAST), ()), **_H256),
     Row(Choice((), {}, _CHUNKED), "backward/wide-heads"),
 )
 

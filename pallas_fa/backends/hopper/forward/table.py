@@ -195,7 +195,7 @@ PERSISTENT = Table(
     Row(True, "forward/few-keys", **_FEW_KEYS_128, keys=up_to(512)),
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
-    Row(True, **_H128, split=False, uniform=True, visit_table=False, length=Span(257, 8192)),
+    Row(True, **_H128, split=False, uniform=True, visit_table=False, length=up_to(8192)),
     Row(False),
 )
 
