@@ -133,6 +133,16 @@ def test_explain_takes_scalars_of_numpy_as_the_call_does():
         assert pallas_fa.explain(x, x, x, **{name: of_numpy}) == pallas_fa.explain(x, x, x, **{name: ours})
 
 
+@pytest.mark.parametrize("keyword", ["scale", "logits_soft_cap", "local_window_size"])
+def test_scalars_of_numpy_of_16_bits_are_the_numbers_that_they_hold(keyword):
+    """NumPy rounds a number of Python to the dtype of the scalar beside it: a bound became inf, with a warning."""
+    out = pallas_fa.dot_product_attention(X, X, X, **{keyword: np.float16(2)})
+    np.testing.assert_array_equal(out, pallas_fa.dot_product_attention(X, X, X, **{keyword: 2}))
+    if keyword != "local_window_size":
+        with pytest.raises(ValueError, match=f"{keyword}=inf must be"):
+            pallas_fa.dot_product_attention(X, X, X, **{keyword: np.float16(np.inf)})
+
+
 def test_none_is_what_is_not_given():
     out = pallas_fa.dot_product_attention(X, X, X, **dict.fromkeys(NAMES))
     np.testing.assert_array_equal(out, pallas_fa.dot_product_attention(X, X, X))

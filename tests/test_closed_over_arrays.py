@@ -83,6 +83,20 @@ def test_a_change_of_what_is_closed_over_is_seen(small_chunks):
     assert abs(attend() - first).max() > 0.1
 
 
+@pytest.mark.parametrize("of_values", [jnp.float32, jnp.int32, jnp.complex64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("others", [jnp.float32, jnp.int32, jnp.complex64], ids=lambda dtype: dtype.__name__)
+def test_a_change_of_the_dtype_of_what_is_closed_over_is_seen(of_values, others, small_chunks):
+    """Floats travel as integers of the same bits, which integers look like."""
+    gain = jnp.array([1, 2], of_values)
+    score = scores.Custom(lambda x, b, n, t, s: x * gain[n].real)
+    attend = lambda: pallas_fa.dot_product_attention(Q, Q, Q, score=score, implementation="xla")
+    attend()
+    gain = jnp.array([3, 1], others)
+    passed = scores.Custom(lambda x, b, n, t, s, gain: x * gain, jnp.array([3.0, 1.0])[:, None, None])
+    want = pallas_fa.dot_product_attention(Q, Q, Q, score=passed, implementation="xla")
+    np.testing.assert_allclose(attend(), want, atol=1e-6)
+
+
 DIFFERENTIATED = {
     "grad": lambda f: jax.grad(f)(GAIN),
     "jit of grad": lambda f: jax.jit(jax.grad(f))(GAIN),

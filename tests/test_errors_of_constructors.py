@@ -92,6 +92,11 @@ BAD_CONSTRUCTION = {
         TypeError,
         ("arrays holds a float", "more than 64 bits", ".astype(jnp.float32)"),
     ),
+    "custom score of complex numbers": (
+        lambda: scores.Custom(lambda x, b, n, t, s, a: x * a.real, jnp.ones(2, jnp.complex64)),
+        TypeError,
+        ("arrays holds a complex64", "no gradient", "scores.Custom(fn, x.real, x.imag)"),
+    ),
     "custom score of a PRNG key": (
         lambda: scores.Custom(abs, jax.random.key(0)),
         TypeError,

@@ -215,6 +215,22 @@ def test_arrays_of_custom_masks_need_a_length_of_at_least_two():
     assert export.export(jax.jit(attend))(*_symbolic(sizes=sizes), array).out_avals[0].shape == (*sizes[:2], N, H)
 
 
+def test_closed_over_arrays_of_a_symbolic_length(rng):
+    """They are no blocks of a mask, though bound with as many dims."""
+    near = jnp.array([True, False, True])
+    table = jnp.linspace(-1, 1, 7)
+    mask = Custom(lambda b, n, t, s: near[abs(t - s) % 3])
+    score = scores.Custom(lambda x, b, n, t, s: x + table[s % 7])
+
+    def attend(q, k, v):
+        return pallas_fa.dot_product_attention(q, k, v, mask=mask, score=score, implementation="xla")
+
+    exported = export.export(jax.jit(attend))(*_symbolic(jnp.float32))
+    for sizes in SIZES:
+        x = list(_arrays(rng, *sizes).values())
+        np.testing.assert_allclose(exported.call(*x), attend(*x), atol=1e-5)
+
+
 def test_block_masks_of_a_symbolic_batch():
     b, sizes = ANY[0], (ANY[0], 64, 64)
     blocks = jax.ShapeDtypeStruct((b, 1, 4, 4), jnp.bool_)

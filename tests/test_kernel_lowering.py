@@ -77,6 +77,29 @@ def test_kernels_lower_with_64_bit_types(mask, score):
         assert kernels(gradient, *inputs.qkv, arrays) == 2
 
 
+@pytest.mark.parametrize("T", [1, 128])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mma"])
+def test_kernels_lower_with_64_bit_types_under_vmap(implementation, T, monkeypatch):
+    """Where there is one device, JAX's rule for vmap traces the body of a kernel again."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    attend = functools.partial(pallas_fa.dot_product_attention, implementation=implementation)
+    loss = lambda q, k, lengths: attend(q, k, k, key_value_seq_lengths=lengths).astype(jnp.float32).sum()
+    q, k = (jax.ShapeDtypeStruct((3, 2, length, 4, 64), jnp.bfloat16) for length in (T, 1024))
+    lengths = jax.ShapeDtypeStruct((3, 2), jnp.int32)
+    with jax.enable_x64(True):
+        assert kernels(jax.vmap(loss), q, k, lengths) == 1
+        assert kernels(jax.vmap(jax.grad(loss, (0, 1))), q, k, lengths) == (2 if implementation == "mosaic_gpu" else 3)
+
+
+def test_the_default_runs_on_a_cpu_with_64_bit_types_under_vmap(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x = np.random.default_rng(0).standard_normal((2, 1, 20, 2, 8), np.float32)
+    attend = jax.vmap(lambda x: pallas_fa.dot_product_attention(x, x, x))
+    with jax.enable_x64(True):
+        out = attend(x)
+    np.testing.assert_allclose(out, attend(x), rtol=1e-5, atol=1e-6)
+
+
 def test_the_default_runs_on_a_cpu_with_64_bit_types():
     def attend():
         x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)

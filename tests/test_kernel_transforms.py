@@ -74,6 +74,25 @@ def test_kernels_of_a_transformed_program(name):
     assert kernels(fn, *arguments) == count
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mma"])
+def test_the_derivative_of_a_scan_over_gradients_of_a_shared_bias(implementation, monkeypatch):
+    """Sums that kernels add to in memory start at zeros: constants would be made outside of the loop, on one device."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def attend(q, bias):
+        return pallas_fa.dot_product_attention(q, K, V, bias, implementation=(implementation, "xla"))
+
+    def step(q, _):
+        d_q, d_bias = jax.grad(lambda *x: jnp.sum(attend(*x).astype(jnp.float32)), (0, 1))(q, BIAS)
+        return q - d_q, jnp.sum(d_bias)
+
+    def after_two_steps(q):
+        q, sums = jax.lax.scan(step, q, None, length=2)
+        return jnp.sum(q.astype(jnp.float32)) + jnp.sum(sums.astype(jnp.float32))
+
+    assert kernels(jax.grad(after_two_steps), Q)
+
+
 def test_a_program_with_kernels_runs_on_this_platform_too():
     with_kernels = jax.jit(jax.vmap(lambda bias: gradient(Q, K, V, bias)))(stacked(BIAS))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in with_kernels)

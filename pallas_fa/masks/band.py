@@ -99,7 +99,7 @@ def check_side(name: str, x: Any, away: str = _AWAY) -> Any:
             f"{name}={x} must not be negative. For no bound on that side (-1 in flash-attn) pass None; for a window away"
             f" from the query's own position {away.format(x)}."
         )
-    return int(x) if x < UNBOUNDED // 2 else None
+    return int(x) if int(x) < UNBOUNDED // 2 else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,20 +18,24 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True)
 class ClosureConverted:
-    """`fn`, whose last `count` arguments are the arrays that it closes over.
+    """`fn`, whose last arguments are the arrays of `dtypes` that it closes over.
+
+    The dtypes are part of it, since floats travel as integers: those of a variable that has changed may look the same.
 
     In a derivative, those that it still holds may be tracers of a trace that has ended. JAX keeps its jaxpr from the forward
     pass, in which they are replaced.
     """
 
     fn: Callable[..., Any]
-    count: int
+    dtypes: tuple[Any, ...]
 
     def __call__(self, *args: Any) -> Any:
-        args, arrays = args[: -self.count], args[-self.count :]
+        count = len(self.dtypes)
+        args, arrays = args[:-count], args[-count:]
         program = jax.make_jaxpr(self.fn)(*args)
-        known = [x.shape for x in program.consts if _travels(x)]
-        if known != [x.shape[4:][: len(shape)] for x, shape in zip(arrays, known, strict=False)]:
+        known = [(x.shape, x.dtype) for x in program.consts if _travels(x)]
+        given = zip(arrays, self.dtypes, known, strict=False)
+        if known != [(x.shape[4:][: len(shape)], dtype) for x, dtype, (shape, _) in given]:
             program = jax.make_jaxpr(lambda *args: self.fn(*args))(*args)  # it closes over others since it was traced
         arrays = iter(arrays)
         consts = [_restored(next(arrays), x) if _travels(x) else x for x in program.consts]
@@ -41,8 +45,9 @@ class ClosureConverted:
 
 def convert(fn: Callable[..., Any], consts: Iterable[Any]) -> tuple[Callable[..., Any], list[Any]]:
     """(a function, the arrays that it takes behind the arguments of `fn`): `consts`, those of its jaxpr."""
-    arrays = [_as_argument(x) for x in consts if _travels(x)]
-    return (ClosureConverted(fn, len(arrays)) if arrays else fn), arrays
+    consts = [x for x in consts if _travels(x)]
+    dtypes = tuple(x.dtype for x in consts)
+    return (ClosureConverted(fn, dtypes) if consts else fn), [_as_argument(x) for x in consts]
 
 
 def why_not_in_kernels(arrays: Iterable[Any]) -> str | None:
@@ -57,7 +62,7 @@ def why_not_in_kernels(arrays: Iterable[Any]) -> str | None:
 
 
 def _travels(x):
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jax.dtypes.prng_key)
+    kinds = (jnp.bool_, jnp.number, jax.dtypes.prng_key)
     return any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
 
 
@@ -65,8 +70,12 @@ def _as_argument(x):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = _without_gradient(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
     if jnp.issubdtype(x.dtype, jnp.floating):
-        x = lax.bitcast_convert_type(_without_gradient(x), f"int{jnp.finfo(x.dtype).bits}")
+        x = lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}")
     return x.reshape((1, 1, 1, 1, *x.shape))
 
 
@@ -75,6 +84,8 @@ def _restored(x, like):
     x = x.reshape(x.shape[4:])
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        return lax.complex(*jnp.moveaxis(lax.bitcast_convert_type(x, jnp.finfo(like.dtype).dtype), -1, 0))
     return lax.bitcast_convert_type(x, like.dtype) if jnp.issubdtype(like.dtype, jnp.floating) else x
 
 

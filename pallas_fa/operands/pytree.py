@@ -44,9 +44,14 @@ def is_static_int(x: Any) -> bool:
     return is_static_number(x) and (isinstance(x, (int, np.integer)) or math.isfinite(x) and x == int(x))
 
 
+def as_python(x: Any) -> Any:
+    """Returns a static number as one of Python: beside a scalar of NumPy, NumPy would round bounds to its dtype."""
+    return x.item() if isinstance(x, np.generic) else x
+
+
 def is_finite(x: Any, dtype: Any = np.float32) -> bool:
     """Returns whether a static number is finite in the dtype of logits: float64 for inputs of it, else float32."""
-    return bool(abs(x) <= float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max))
+    return bool(abs(as_python(x)) <= float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max))
 
 
 def is_float(dtype: Any) -> bool:

@@ -17,10 +17,10 @@ class Custom(Score):
 
     Each of `arrays` is broadcastable to [*B, N, T, S]; `fn` gets its values at (b, n, t, s), already broadcast or
     broadcastable, so it never indexes an argument. Arrays of a float dtype come to `fn` in the dtype of x, and get
-    gradients. `fn` may index an array that it closes over by b, n, t and s; the kernels can't do that, and gradients of
-    such an array raise. The result, of any float dtype and broadcastable to x, is converted to the dtype of x. `align`: as
-    in `masks.Causal`, how t is counted: "bottom_right" gives the last query the position of the last key. Arrays are those
-    of the call in either case.
+    gradients; complex ones are refused. `fn` may index an array that it closes over by b, n, t and s; the kernels can't do
+    that, and gradients of such an array raise. The result, of any float dtype and broadcastable to x, is converted to the
+    dtype of x. `align`: as in `masks.Causal`, how t is counted: "bottom_right" gives the last query the position of the
+    last key. Arrays are those of the call in either case.
 
     `fn` is traced once, as by `jax.jit`: a Python number that it reads from outside keeps the value of the first call. Pass
     what changes as an array.
@@ -36,7 +36,7 @@ class Custom(Score):
         offsets.check_align("Custom", align)
         custom.check_function(fn, "fn(x, b, n, t, s, *slices) -> x")
         object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "arrays", tuple(custom.array("arrays", x) for x in arrays))
+        object.__setattr__(self, "arrays", tuple(_real(custom.array("arrays", x)) for x in arrays))
         object.__setattr__(self, "align", align)
 
     def bind(self, dims, lengths):
@@ -65,3 +65,13 @@ class Custom(Score):
     def apply(self, x, b, n, t, s):
         y = jnp.asarray(self.fn(x, b, n, t, s, *self.arrays), x.dtype)
         return jnp.broadcast_to(y, x.shape)
+
+
+def _real(x):
+    """Returns `x`; raises TypeError for complex numbers, which would get no gradient: only floats have one."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"arrays holds a {x.dtype}, which would get no gradient. Pass its real and its imaginary part, which do:"
+            " scores.Custom(fn, x.real, x.imag)."
+        )
+    return x

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_fa.operands.pytree import is_static_number
+from pallas_fa.operands.pytree import as_python, is_static_number
 from pallas_fa.scores.base import Score
 
 # Past these, x / cap or its derivative times cap is below what float32 holds, and counts as 0.
@@ -21,7 +21,7 @@ def check_cap(name: str, cap: Any, without: str) -> float:
         raise TypeError(
             f"{name}={cap!r} must be a float > 0, known while tracing. For a learned cap use scores.Custom(fn, cap)."
         )
-    if not _LEAST <= cap <= _MOST:
+    if not _LEAST <= as_python(cap) <= _MOST:
         raise ValueError(
             f"{name}={cap} must be positive, and from {_LEAST:.1e} to {_MOST:.1e}: logits divided by others leave the range"
             f" of float32. {without} for no soft cap."

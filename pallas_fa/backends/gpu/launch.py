@@ -33,7 +33,9 @@ def launch(
     count = len(operands) + len(out_type)
 
     def with_names(*refs):
-        body(*refs[:count], **dict(zip(scratch, refs[count:], strict=True)))
+        # Here as well, since `vmap` traces the kernel once more, wherever the caller is.
+        with jax.enable_x64(False):
+            body(*refs[:count], **dict(zip(scratch, refs[count:], strict=True)))
 
     with_names.__name__ = body.__name__
     # Kernels count in 32 bits, whatever an int is elsewhere.

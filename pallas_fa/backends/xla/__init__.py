@@ -5,8 +5,6 @@ Its code is imported when it first runs.
 
 from typing import Any
 
-import jax
-
 from pallas_fa.backends.record import (
     NO_GRADIENTS_OF_PAGES,
     NO_TILES,
@@ -25,8 +23,7 @@ def _supports(problem: Problem) -> Support:
         return Support.neither(
             "a symbolic length with forward_mode=True; its tangents scan over a known number of chunks"
         )
-    arrays = jax.tree.leaves((problem.score, problem.mask))
-    if problem.dims.has_symbolic_length and any(len(x.shape) > 4 for x in arrays):
+    if problem.dims.has_symbolic_length and problem.mask is not None and problem.mask.has_blocks:
         return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     if problem.config is not None:
         return Support.neither(NO_TILES.format(config=problem.config))

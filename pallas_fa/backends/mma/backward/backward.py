@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.float16_range import in_float16_range
@@ -61,7 +62,10 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
     """Returns the gradients that one pass gives: by name, and those of the score's arrays by number among float arrays."""
     q, k, v, *_ = operands
     scores, kind = plan.score_gradients, plan.kind
-    added = [jax.new_ref(jnp.zeros(plan.added_shape(i), jnp.float32)) for i in scores.added]
+    # Constant zeros would not depend on a loop that this is in: the derivative of a scan would make the refs outside of it,
+    # which JAX refuses.
+    zero, delta = lax.optimization_barrier((jnp.float32(0), delta))
+    added = [jax.new_ref(jnp.full(plan.added_shape(i), zero)) for i in scores.added]
     inputs = dict(dq=q, dk=k, dv=v)
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
