@@ -267,7 +267,7 @@ BAD = {
     "sinks of key heads": (
         {"sinks": shape(K)},
         ValueError,
-        ("sinks.shape=(2,)", "[N] = (4,)", "[*B, N] = (2, 4)", "jnp.broadcast_to"),
+        ("sinks.shape=(2,)", "[N] = (4,)", "[*B, N] = (2, 4)", "jnp.full((4,), sink)"),
     ),
     "sinks of rows": ({"sinks": shape(B, N, T)}, ValueError, ("sinks.shape=(2, 4, 5)", "[*B, N] = (2, 4)")),
     "sinks with more dims": ({"sinks": shape(N, 1, 1)}, ValueError, ("sinks.shape=(4, 1, 1)", "reshape(sinks, (4,))")),

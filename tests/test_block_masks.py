@@ -138,6 +138,16 @@ def in_prefix(b, n, t, s, prefix):
     return s < prefix
 
 
+def test_blocks_of_other_arrays_compile_nothing(caplog):
+    rule = lambda b, n, t, s, ids: (s <= t) | (ids == 1)
+    make = lambda i: block_mask(Custom(rule, np.full((1, S), i)), T, S, block=32)
+    make(0)
+    with jax.log_compiles():
+        every = make(1)
+    assert not [x for x in caplog.messages if x.startswith("Compiling")]
+    assert (every.blocks > 0).all()
+
+
 def test_no_batch_dims():
     """`batch=()` says so; blocks of one entry or head are for others only where the mask's rule has no index."""
     by_entry, by_head = Custom(lambda b, n, t, s: s <= t + b), Custom(lambda b, n, t, s: s <= t + n)

@@ -1,7 +1,9 @@
 """The placements of a sequence on a ring of devices: zigzag, there and back, and the balance that it gives."""
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_fa.context_parallel import from_zigzag, placement, to_zigzag
 from tests.context_parallel_calls import T
@@ -29,6 +31,18 @@ def test_zigzag_and_back(axis):
     zigzag = to_zigzag(x, axis, 3)
     np.testing.assert_array_equal(zigzag[:, 0] // 4, [0, 0, 5, 5, 1, 1, 4, 4, 2, 2, 3, 3])
     np.testing.assert_array_equal(from_zigzag(zigzag, axis, 3), x)
+
+
+@pytest.mark.parametrize("jitted", (False, True))
+def test_explicit_axes_stay(jitted):
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Explicit,) * 2)
+    x = np.arange(64).reshape(2, 16, 2)
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "ring")))
+    permuted = lambda x: to_zigzag(x, 1, 4)
+    zigzag = (jax.jit(permuted) if jitted else permuted)(sharded)
+    assert jax.typeof(zigzag).sharding.spec == jax.typeof(sharded).sharding.spec
+    np.testing.assert_array_equal(zigzag, to_zigzag(x, 1, 4))
+    np.testing.assert_array_equal(from_zigzag(zigzag, 1, 4), x)
 
 
 @pytest.mark.parametrize("permute", (to_zigzag, from_zigzag))

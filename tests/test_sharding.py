@@ -143,6 +143,23 @@ def test_queries_may_be_sharded_along_their_length(kind, arguments):
 # ---- shard_map and pmap -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+def test_shard_map_over_one_axis_of_a_mesh(kind, arguments):
+    mesh = mesh_of(kind)
+    specs = {name: P("data") if name in ("query", "key", "value", "ids") else P() for name in SPECS}
+    on_data = lambda fn, out_specs: jax.shard_map(
+        fn, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names={"data"}
+    )
+    sharded = on(mesh, arguments, specs)
+    close(jax.jit(on_data(attend, P("data")))(sharded), attend(arguments))
+    floats = {name: specs[name] for name in FLOATS}
+    close(jax.jit(on_data(gradient, floats))(sharded), gradient(arguments))
+    if kind == AxisType.Explicit:
+        by_heads = on(mesh, arguments, {**specs, "query": HEADS})
+        with pytest.raises(NotImplementedError, match="sharded over the explicit mesh axes \\['model'\\]"):
+            jax.jit(on_data(attend, P("data")))(by_heads)
+
+
 def sharded_map(fn, out_specs=(HEADS, HEADS)):
     """`fn` of local shards, with the checks that shard_map makes by default."""
     return jax.shard_map(fn, mesh=mesh_of(AxisType.Auto), in_specs=(SPECS,), out_specs=out_specs)

@@ -23,7 +23,7 @@ def sink_logits(dims: Dims, sinks: Any) -> Any:
     shapes = (dims.N,), (*dims.batch, dims.N)
     if tuple(x.shape) not in shapes:
         as_many = [shape for shape in shapes if math.prod(shape) == math.prod(x.shape)]
-        shared = f"broadcast_to(sinks, {shapes[0]}) for one sink that all heads share"
+        shared = f"full({shapes[0]}, sink) for one sink that all heads share"
         raise ValueError(
             f"sinks.shape={tuple(x.shape)} must be [N] = {shapes[0]}, one logit for each query head, or [*B, N] ="
             f" {shapes[1]}. Use jnp.{f'reshape(sinks, {as_many[0]})' if as_many else shared}."

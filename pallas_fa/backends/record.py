@@ -29,10 +29,8 @@ class Support(NamedTuple):
 
 
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
-
-
 NEVER_RUN = "compiled for this GPU, but not run on one yet"
-SLOWER_ON_HOPPER = "tested on this GPU, where the kernels for Hopper are faster"
+SLOWER_ON_HOPPER = "tested on Hopper, where the kernels of mosaic_gpu are faster"
 NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"
 
 

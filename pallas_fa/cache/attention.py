@@ -97,7 +97,7 @@ def paged_attention(
       mask: likewise. `masks.Causal(align="bottom_right")` lets the last query see the last row. As there, masks and scores
         count queries from position 0 unless their `align` is "bottom_right"; `PagedCache.attend` sets it.
       page_layout: "PSKH", or "KPSH" where pages are [K, P, page, H] and [K, P, page, Hv], as in JAX's TPU kernel
-        `paged_attention`. Neither is copied.
+        `paged_attention`, which does not scale logits: queries made for it take `scale=1.0`. Neither is copied.
       implementation: as in `dot_product_attention`. 'xla' gathers the pages of one chunk of keys at a time, 'reference' all.
       key_value_seq_lengths: refused, as are `layout`, `forward_mode` and dropout.
       return_residual: also return the log-sum-exp.

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_fa.operands.pytree import as_count, is_static_int
+from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 Placement = Literal["contiguous", "zigzag"]
 
@@ -83,5 +84,6 @@ def _permute_blocks(x, axis, ring_size, order_of):
             f"axis={axis} of the array has size {x.shape[axis]}, not a multiple of 2 * ring_size = {2 * ring_size}: zigzag"
             " gives each device two blocks of one size. Pad the sequence, and say its length in key_value_seq_lengths."
         )
-    blocks = x.reshape(*x.shape[:axis], 2 * ring_size, x.shape[axis] // (2 * ring_size), *x.shape[axis + 1 :])
-    return jnp.take(blocks, order_of(ring_size), axis=axis).reshape(x.shape)
+    split = *x.shape[:axis], 2 * ring_size, x.shape[axis] // (2 * ring_size), *x.shape[axis + 1 :]
+    permute = lambda x: jnp.take(x.reshape(split), order_of(ring_size), axis=axis).reshape(x.shape)
+    return keeping_shardings(permute)(x)

@@ -77,6 +77,8 @@ def block_mask(
     return BlockMask(found, (q, kv), mask, (T, S), indices=indices[0], lists=lists)
 
 
+# Jitted, since calls outside of any `jit` would compile the loop anew each time.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _states(bound, dims, q, kv):
     """The states of the blocks of a bound mask, int8 [*B|1, N|1, rows, columns], and their lists (see `BlockMask`)."""
     T, S = dims.T, dims.S

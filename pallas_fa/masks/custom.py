@@ -7,9 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask, remedy_for
+from pallas_fa.masks.base import BOUNDARY, EVERYTHING, Mask, Tiles, remedy_for
 from pallas_fa.operands import closure, custom, elementwise, intervals, offsets
-from pallas_fa.operands.part import AtGlobalIndices, at_positions
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.intervals import Range
+from pallas_fa.operands.part import AtGlobalIndices, Part, at_positions
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -49,7 +51,7 @@ class Custom(Mask):
         object.__setattr__(self, "ranges", ranges)
         object.__setattr__(self, "align", align)
 
-    def bind(self, dims, lengths):
+    def bind(self, dims: Dims, lengths: Any) -> "Custom":
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=False)
         if dtype != jnp.bool_:
@@ -62,40 +64,40 @@ class Custom(Mask):
         ranges = None if self.ranges is None else self.ranges.bind(dims, lengths)
         return Custom(fn, *start, *arrays, *closed_over, ranges=ranges)
 
-    def counted_from_start(self, dims):
+    def counted_from_start(self, dims: Dims) -> str | None:
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         alone = self.align == "top_left" and elementwise.uses_queries(self.fn, arrays, of_logit=False)
         if alone or self.ranges is None:
             return "Custom" if alone else None
         return self.ranges.counted_from_start(dims)
 
-    def at_end(self):
+    def at_end(self) -> "Custom":
         ranges = None if self.ranges is None else self.ranges.at_end()
         return Custom(self.fn, *self.arrays, ranges=ranges, align="bottom_right")
 
-    def moved(self, part):
+    def moved(self, part: Part) -> "Custom":
         ranges = None if self.ranges is None else self.ranges.moved(part)
         return Custom(AtGlobalIndices(self.fn, 0), *part.origin, *self.arrays, ranges=ranges)
 
-    def allowed(self, b, n, t, s):
+    def allowed(self, b: Any, n: Any, t: Any, s: Any) -> Any:
         # As kernels have them; scores convert theirs to the dtype of the logit.
         is_half = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
         return self.fn(b, n, t, s, *(x.astype(jnp.float32) if is_half(x) else x for x in self.arrays))
 
-    def tile_states(self, queries, keys):
+    def tile_states(self, queries: Tiles, keys: Tiles) -> Any:
         if self.ranges is None:
             return Mask.tile_states(self, queries, keys)
         return intervals.minimum(self.ranges.tile_states(queries, keys), np.int8(BOUNDARY))
 
-    def in_tiles(self, sizes, tiles):
+    def in_tiles(self, sizes: tuple[int, int], tiles: tuple[int, int]) -> "Custom":
         return Custom(self.fn, *self.arrays) if self.has_blocks else self
 
     @property
-    def has_blocks(self):
+    def has_blocks(self) -> bool:
         return self.ranges is not None and self.ranges.has_blocks
 
-    def kv_range(self, t_lo, t_hi):
+    def kv_range(self, t_lo: Any, t_hi: Any) -> Range:
         return EVERYTHING if self.ranges is None else self.ranges.kv_range(t_lo, t_hi)
 
-    def q_range(self, s_lo, s_hi):
+    def q_range(self, s_lo: Any, s_hi: Any) -> Range:
         return EVERYTHING if self.ranges is None else self.ranges.q_range(s_lo, s_hi)

@@ -14,9 +14,22 @@ from pallas_fa.operands.pytree import arrays_of
 
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
-    """Returns the sharding of the first of `arrays` that is on a mesh with explicit axes; None if there is none."""
+    """Returns the sharding of the first of `arrays` that is on a mesh with explicit axes; None if there is none.
+
+    Also None inside of a jax.shard_map over other axes, where JAX makes none automatic; raises NotImplementedError there if
+    one of `arrays` is sharded over explicit axes.
+    """
     shardings: Any = (jax.typeof(x).sharding for x in arrays if isinstance(x, jax.Array))
-    return next((x for x in shardings if AxisType.Explicit in x.mesh.axis_types), None)
+    explicit = [x for x in shardings if AxisType.Explicit in x.mesh.axis_types]
+    if not explicit or AxisType.Manual not in explicit[0].mesh.axis_types:
+        return explicit[0] if explicit else None
+    if axes := [axis for x in explicit for axis in x.spec if axis is not None]:
+        raise NotImplementedError(
+            f"an array is sharded over the explicit mesh axes {axes} inside of a jax.shard_map over other axes. Make them"
+            " manual too (name them in its axis_names and in_specs), or make the mesh with jax.sharding.AxisType.Auto for"
+            " these axes."
+        )
+    return None
 
 
 def on_automatic_axes(mesh: Any, out_specs: Any, fn: Callable[..., Any], *args: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_fa.operands import closure, custom, elementwise, offsets
-from pallas_fa.operands.part import AtGlobalIndices, at_positions
+from pallas_fa.operands.dims import Dims
+from pallas_fa.operands.part import AtGlobalIndices, Part, at_positions
 from pallas_fa.scores.base import Score
 
 
@@ -39,7 +40,7 @@ class Custom(Score):
         object.__setattr__(self, "arrays", tuple(_real(custom.array("arrays", x)) for x in arrays))
         object.__setattr__(self, "align", align)
 
-    def bind(self, dims, lengths):
+    def bind(self, dims: Dims, lengths: Any) -> "Custom":
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         dtype, closed_over = elementwise.checked(self.fn, arrays, of_logit=True)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -51,18 +52,18 @@ class Custom(Score):
         fn, start = at_positions(fn, 1, self.align, dims, lengths)
         return Custom(fn, *start, *arrays, *closed_over)
 
-    def counted_from_start(self, dims):
+    def counted_from_start(self, dims: Dims) -> str | None:
         arrays = [dims.broadcastable(f"arrays[{i}]", x) for i, x in enumerate(self.arrays)]
         alone = self.align == "top_left" and elementwise.uses_queries(self.fn, arrays, of_logit=True)
         return "Custom" if alone else None
 
-    def at_end(self):
+    def at_end(self) -> "Custom":
         return Custom(self.fn, *self.arrays, align="bottom_right")
 
-    def moved(self, part):
+    def moved(self, part: Part) -> "Custom":
         return Custom(AtGlobalIndices(self.fn, 1), *part.origin, *self.arrays)
 
-    def apply(self, x, b, n, t, s):
+    def apply(self, x: Any, b: Any, n: Any, t: Any, s: Any) -> Any:
         y = jnp.asarray(self.fn(x, b, n, t, s, *self.arrays), x.dtype)
         return jnp.broadcast_to(y, x.shape)
 
