@@ -212,6 +212,16 @@ PERSISTENT = tuple(
         (2, 200, 100, "lengths", "plain", "bfloat16", dict(sinks="heads")),
         (2, 197, 128, "full", "soft_cap", "float16", {}),
     )
+) + tuple(
+    (
+        Case(T, S, "full", "plain", dtype, N=4, K=K, H=H, Hv=128, **options),
+        Config(ForwardConfig(ping_pong=True, rescale_under_qk=True, persistent_ctas=3)),
+    )
+    for T, S, dtype, K, H, options in (
+        (333, 517, "bfloat16", 4, 128, {}),
+        (1000, 300, "float16", 2, 72, dict(sinks="heads")),
+        (333, 517, "bfloat16", 2, 128, dict(dropout=0.3)),
+    )
 )
 
 
