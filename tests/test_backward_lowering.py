@@ -93,7 +93,7 @@ def test_every_length_lowers(T, S, dtype):
 def test_every_config_lowers(gives, H, dtype, masked):
     deterministic = gives != ("dk", "dv", "dq")
     flags = dict(masked=masked, visit_table=masked, tests_arrays=masked, split=dtype == "float32")
-    for config in backward_configs(BackwardFacts(gives, H, H, 4096, 4096, 10_000, group=1, **flags), GPU):
+    for config in backward_configs(BackwardFacts(gives, H, H, H, 4096, 4096, 10_000, group=1, **flags), GPU):
         # Tiles of 64 queries share columns of dQ at H=64 where lengths are multiples of 8.
         case = dataclasses.replace(LOWERED, S=304, H=H, Hv=H, mask="causal", dtype=dtype)
         assert lower_backward(case, config=Config(backward=config), deterministic_gradients=deterministic) == (

@@ -34,6 +34,7 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
         gives=kind.gives,
         head_dim=round_up(problem.H),
         value_dim=round_up(problem.Hv),
+        columns=-(-problem.H // 16) * 16,
         length=problem.dims.S,
         queries=problem.dims.T,
         heads=problem.dims.B * problem.K,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.grid import Grid, persistent_ctas
-from pallas_fa.backends.gpu.tables import Row, Table, at_least, up_to
+from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import BackwardConfig
 
 
@@ -15,6 +15,7 @@ class BackwardFacts(NamedTuple):
 
     gives: the gradients of the pass.
     head_dim, value_dim: of q and k, and of v, rounded up to multiples of 64.
+    columns: the head dim of q and k, rounded up to a multiple of 16.
     length: keys.
     queries: queries of a head.
     heads: key heads of all batch entries.
@@ -31,6 +32,7 @@ class BackwardFacts(NamedTuple):
     gives: tuple[str, ...]
     head_dim: int
     value_dim: int
+    columns: int
     length: int
     queries: int
     heads: int
@@ -87,7 +89,13 @@ L2_HEAD_GROUP = Table(
     Row(16, masked=True, visit_table=False, length=at_least(2049)),
     Row(8),
 )
-STATISTICS_LAST = Table("backward/instructions-and-waits", Row(False, tests_arrays=True), Row(True))
+STATISTICS_LAST = Table(
+    "backward/instructions-and-waits",
+    Row(False, tests_arrays=True),
+    Row(False, columns=Span(97, 128), value_dim=up_to(128), group=1, masked=True),
+    Row(False, "backward/two-passes-at-192", head_dim=192, value_dim=up_to(128)),
+    Row(True),
+)
 # Of the fused pass at H=64.
 _LONG: dict[str, Any] = dict(group=1, visit_table=False, length=at_least(8193))
 WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, masked=True, **_LONG), Row(32))
@@ -139,7 +147,7 @@ _SUMS_AT_192 = Choice(
         BackwardConfig(2, 64, (2, 1), 1),
         BackwardConfig(2, 64, (1, 1), 1),
     ),
-    _NARROW_FUSED.options,
+    _NARROW_OPTIONS,
     (),
 )
 _SHORT = BackwardConfig(1, 64), BackwardConfig(1, 64, (1, 1), 1)
