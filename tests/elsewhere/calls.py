@@ -172,7 +172,8 @@ def _hopper(gpu, head_dim, causal):
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
     for tiles in hopper_backward_configs(
-        HopperBackwardFacts(gives, in_tables, in_tables, head_dim, T, T, B * N, 1, causal, False, False, split=False), gpu
+        HopperBackwardFacts(gives, in_tables, in_tables, head_dim, T, T, B * N, 1, causal, False, False, split=False),
+        gpu,
     ):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
         if hopper_backward.why_no_backward(problem, gpu) is None:
