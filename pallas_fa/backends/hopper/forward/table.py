@@ -149,13 +149,6 @@ TILES = Table(
         (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
         "forward/key-blocks-of-16",
         **_H128,
-        uniform=True,
-        length=at_least(8193),
-    ),
-    Row(
-        (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
-        "forward/key-blocks-of-16",
-        **_H128,
         visit_table=False,
         windowed=False,
         length=at_least(8193),
@@ -166,22 +159,16 @@ TILES = Table(
     # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
     Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),
     Row(_two_warpgroups(**_LATE), "forward/output-over-queries", **_H192),
-    Row(
-        (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
-        "forward/key-blocks-of-16",
-        **_H256,
-        uniform=True,
-        visit_table=False,
-        dropout=False,
-        length=at_least(1024),
-    ),
-    Row(
-        (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
-        "forward/key-blocks-of-16",
-        **_H256,
-        visit_table=False,
-        dropout=False,
-        length=at_least(2048),
+    *(
+        Row(
+            (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
+            "forward/key-blocks-of-16",
+            **_H256,
+            **where,
+            visit_table=False,
+            dropout=False,
+        )
+        for where in (dict(uniform=True, length=at_least(1024)), dict(length=at_least(2048)))
     ),
     Row(_LATE_64, "forward/rescale-under-qk", **_H256),
     Row(_WIDE, "forward/wide-heads"),
