@@ -81,8 +81,8 @@ class BackwardConfig:
     """Tiles of one pass of the backward kernel.
 
     A CTA holds a block of one sequence, the stationary one, and loops over tiles of the other, the streamed one: keys and
-    queries, or queries and keys in the pass for dQ alone. `ds_stages` and what follows `l2_head_group` are for the fused
-    pass, which gives dK, dV and dQ.
+    queries, or queries and keys in the pass for dQ alone. `ds_stages`, `first_store`, `store_warps`, `stagger` and `by_tile`
+    are for a pass that adds dQ up.
 
     Args:
       compute_wgs: compute warpgroups of a CTA; each holds 64 stationary positions.
