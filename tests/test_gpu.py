@@ -193,7 +193,7 @@ def test_pairs_of_blocks_are_accurate(case, config, check):
     check(case, "mosaic_gpu", gradients=False, config=Config(forward=config))
 
 
-# So few CTAs that each takes several blocks, of several heads. The last three: a CTA holds all keys of a head.
+# So few CTAs that each takes several blocks, of several heads. The last three at H=64: a CTA holds all keys of a head.
 PERSISTENT = tuple(
     (
         Case(T, S, mask, score, dtype, N=4, K=2, H=64, Hv=64, **options),

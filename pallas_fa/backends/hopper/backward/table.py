@@ -92,6 +92,7 @@ L2_HEAD_GROUP = Table(
 STATISTICS_LAST = Table(
     "backward/instructions-and-waits",
     Row(False, tests_arrays=True),
+    Row(False, gives=_KEYS),
     Row(False, columns=Span(97, 128), value_dim=up_to(128), group=1, masked=True),
     Row(False, "backward/two-passes-at-192", head_dim=192, value_dim=up_to(128)),
     Row(True),
@@ -128,7 +129,13 @@ _WIDE_FUSED = (
     BackwardConfig(2, 128, ds_stages=1, store_warps=1),
 )
 _WIDE_OTHERS = BackwardConfig(2, 128, (2, 1), 1, l2_head_group=32, store_warps=1), *_SMALL
-_NARROW_OPTIONS = dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER, by_tile=BY_TILE)
+_NARROW_OPTIONS = dict(
+    l2_head_group=L2_HEAD_GROUP,
+    store_warps=STORE_WARPS,
+    stagger=STAGGER,
+    by_tile=BY_TILE,
+    statistics_last=STATISTICS_LAST,
+)
 _NARROW = Choice(
     (
         BackwardConfig(2, 64),
@@ -139,7 +146,6 @@ _NARROW = Choice(
     _NARROW_OPTIONS,
     _SMALL,
 )
-_NARROW_FUSED = _NARROW._replace(options=_NARROW_OPTIONS | dict(statistics_last=STATISTICS_LAST))
 _SUMS_AT_192 = Choice(
     (
         BackwardConfig(2, 64, (2, 1)),
@@ -195,7 +201,7 @@ TILES = Table(
     Row(Choice(_wide(32), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H64),
     Row(Choice(_wide(8), _WIDE_OPTIONS, (BackwardConfig(2, 64), *_SMALL)), **_H128, gives=_QUERIES),
     Row(_NARROW, **_H128, gives=_KEYS),
-    Row(_NARROW_FUSED, head_dim=128, value_dim=up_to(128), gives=_FUSED),
+    Row(_NARROW, head_dim=128, value_dim=up_to(128), gives=_FUSED),
     Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
     # Past 128, only one gradient of a pass fits a warpgroup's registers.
     Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
