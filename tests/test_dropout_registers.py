@@ -15,7 +15,6 @@ import pallas_fa
 from pallas_fa.softmax.dropout import Dropout
 from tests.lowering import kernels
 
-_FLOATS = {"f16x2": np.float16, "bf16x2": jnp.bfloat16}
 
 
 class _Words:
@@ -48,41 +47,72 @@ class _Words:
             of_both = np.stack([x, y], -1).view(np.uint8)
             places = np.stack([which >> 4 * i & 0xF for i in range(4)], -1).astype(int)
             return np.take_along_axis(of_both, places, -1).view(np.uint32)[..., 0].astype(np.uint64)
-        # The low 15 bits of each half as a 16-bit float, as abs (or and) and set have it.
-        test, answer, kind = re.fullmatch(r"{ .*set\.(\w+)\.(\w+)\.(\w+) \$0, x, \$2; }", text).groups()  # type: ignore[union-attr]
+        # The low 15 bits of each half as a float16 number, as abs and set have it.
+        test, answer = re.fullmatch(r"{ .*set\.(\w+)\.(\w+)\.f16x2 \$0, x, \$2; }", text).groups()  # type: ignore[union-attr]
         word, bound = (x[..., None].view(np.uint16) for x in words)
-        x, bound = ((i & 0x7FFF).view(_FLOATS[kind]) for i in (word, bound))
-        with np.errstate(invalid="ignore"):  # bfloat16's comparisons with NaN warn
-            found = {"geu": ~(x < bound), "lt": x < bound}[test]
-        bits = {"u32": 0xFFFF} | {kind: int(np.ones((), of).view(np.uint16)) for kind, of in _FLOATS.items()}
-        return np.where(found, bits[answer], 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
+        x, bound = ((i & 0x7FFF).view(np.float16) for i in (word, bound))
+        found = {"geu": ~(x < bound), "lt": x < bound}[test]
+        yes = {"u32": 0xFFFF, "f16x2": 0x3C00}[answer]
+        return np.where(found, yes, 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
+
+    # Shared memory: a dictionary of words by position, whose addresses are those of the 128 threads.
+    read_ptx_sreg_tid_x = staticmethod(lambda: np.arange(256, 384, dtype=np.uint64))
+    shli = staticmethod(lambda a, b: (a << b) % 2**32)
+
+    @staticmethod
+    def store(word, places):
+        memory, at = places
+        assert len(np.unique(at)) == 128
+        memory[at.astype(int)] = word
+
+    @staticmethod
+    def load(type, places, alignment):
+        memory, at = places
+        assert not np.any(at % np.uint64(4)) and alignment == 16
+        return memory[at.astype(int)[:, None] + np.arange(4)]
 
 
 def in_numpy(monkeypatch):
-    """Returns the module of random bits in the kernels, whose operations on registers are now those of `_Words`."""
-    from pallas_fa.backends.gpu import dropout_bits as kernel
+    """Returns the modules of random bits in the kernels, whose operations on registers are now those of `_Words`.
 
-    for name in ("arith", "llvm", "vector"):
-        monkeypatch.setattr(kernel, name, _Words)
-    monkeypatch.setattr(kernel, "_word", lambda x: np.uint64(x % 2**32))
+    They are those of numbers, of draws by the registers of a thread, and of draws through shared memory.
+    """
+    from pallas_fa.backends.gpu import dropout_bits, dropout_numbers, dropout_shared
+
+    modules = dropout_numbers, dropout_bits, dropout_shared
     types = dict(
         IntegerType=SimpleNamespace(get_signless=lambda bits: np.int16),
         F16Type=SimpleNamespace(get=lambda: np.float16),
         BF16Type=SimpleNamespace(get=lambda: jnp.bfloat16),
         VectorType=SimpleNamespace(get=lambda shape, element_type: element_type),
     )
-    monkeypatch.setattr(kernel, "ir", SimpleNamespace(FloatAttr=SimpleNamespace(get=lambda type, x: x), **types))
-    monkeypatch.setattr(kernel, "mgpu", SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers))
-    return kernel
+    types["FloatAttr"] = SimpleNamespace(get=lambda type, x: x)
+    utils = SimpleNamespace(
+        memref_ptr=lambda memory: memory,
+        getelementptr=lambda memory, at, type: (memory, at[0]),
+        warpgroup_barrier=lambda: None,
+    )
+    fakes = dict.fromkeys(("arith", "llvm", "nvvm", "vector"), _Words) | dict(
+        constant=lambda x: np.uint64(x % 2**32),
+        ir=SimpleNamespace(**types),
+        mgpu=SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers, utils=utils),
+        one_word=lambda: None,
+        per_thread=lambda x: [np.asarray(x)[..., None]],
+    )
+    for module in modules:
+        for name, fake in fakes.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)
+    return modules
 
 
-@pytest.mark.parametrize(("answer", "yes"), (("int16", 0xFFFF), ("float16", 0x3C00), ("bfloat16", 0x3F80)))
-@pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7F80, 0x7F81, 0x7FFF))
+@pytest.mark.parametrize(("answer", "yes"), (("u32", 0xFFFF), ("f16x2", 0x3C00)))
+@pytest.mark.parametrize("threshold", (1, 1000, 0x7BFF, 0x7C00, 0x7C01, 0x7FFF))
 def test_two_decisions_at_once(threshold, answer, yes, monkeypatch):
     """By a comparison of 16-bit floats, among which are denormal ones, infinity and NaN."""
     bits = np.arange(2**16, dtype=np.uint64)
     words = bits << np.uint64(16) | bits[::-1]
-    found = in_numpy(monkeypatch)._at_least(words, threshold, answer)
+    found = in_numpy(monkeypatch)[0].at_least(words, threshold, answer)
     wanted = np.where((bits & 0x7FFF) >= threshold, yes, 0).astype(np.uint64)
     np.testing.assert_array_equal(found, wanted << np.uint64(16) | wanted[::-1])
 
@@ -90,13 +120,16 @@ def test_two_decisions_at_once(threshold, answer, yes, monkeypatch):
 @pytest.mark.parametrize("threshold", (10000, 0x7C80))
 @pytest.mark.parametrize(
     ("keys_by_queries", "rounded", "width"),
-    ((False, None, 160), (False, None, 144), (True, None, 144), (False, jnp.int16, 160), (False, jnp.bfloat16, 160)),
-)
+    (
+        (False, None, 160), (False, None, 144), (True, None, 144), (False, jnp.int16, 160), (False, jnp.float16, 160),
+        (False, jnp.bfloat16, 160), (True, "shared", 64), (True, "shared", 128),
+    ),
+)  # fmt: skip
 def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, threshold, monkeypatch):
     """The interpreter can't run it: here each register is an array of the values that 128 threads hold."""
     shape, seeds, first = (64, width), (0x12345678, 0x9ABCDEF0), np.uint64(192)
     first_column = np.uint64(width)  # that of the second tile
-    kernel, thread = in_numpy(monkeypatch), np.arange(128, dtype=np.uint64)
+    (numbers, bits, shared), thread = in_numpy(monkeypatch), np.arange(128, dtype=np.uint64)
     row = lambda half: 16 * (thread // 32) + thread % 32 // 4 + 8 * half  # of the layout of wgmma's results
     column = lambda tile: 8 * tile + 2 * (thread % 4)[:, None] + np.arange(2, dtype=np.uint64)
     x = np.random.default_rng(0).random(shape)
@@ -120,16 +153,22 @@ def test_what_a_thread_does_with_its_registers(keys_by_queries, rounded, width, 
     rows = registers((1, 1, 2), [first + row(h)[:, None] for h in range(2)])
     columns = registers((shape[1] // 8, 1, 1), [first_column + column(tile) for tile in range(shape[1] // 8)])
     key, offset = (np.uint64(x) for x in seeds)
-    draw = kernel.Draw(shape, keys_by_queries, threshold)
+    memory = ()
+    if rounded == "shared":
+        draw, rounded = shared.SharedDraw(shape, threshold), None
+        memory = (np.zeros(draw.words * 128, np.uint64),)
+    else:
+        draw = bits.Draw(shape, keys_by_queries, threshold)
     run = draw.random if rounded else draw.decisions
-    found = run(None, rows, columns, SimpleNamespace(registers={(): key}), SimpleNamespace(registers={(): offset}))
+    found = run(None, rows, columns, *(SimpleNamespace(registers={(): seed}) for seed in (key, offset)), *memory)
     words = [SimpleNamespace(registers=word) for word in found]
     if rounded:
         kept = draw.answers(rounded, None, *words).reshape(-1)
         found = [np.where(of_pair, x, 0) for of_pair, x in zip(kept, tiled.registers.reshape(-1), strict=True)]
-        assert {int(i) for of_pair in kept for i in np.unique(of_pair)} == {0, -1 if rounded == jnp.int16 else 1}
+        yes = -1 if rounded == jnp.int16 else numbers.FACTORS[jnp.dtype(rounded).name]
+        assert {float(i) for of_pair in kept for i in np.unique(of_pair)} == {0, yes}
     else:
-        assert len(words) == 3  # bits of 72 or 80 elements
+        assert len(words) == -(-width // 64)  # bits of half as many elements
         found = draw.select(None, tiled, *words).reshape(-1)
 
     r, c = first + np.arange(shape[0]), first_column + np.arange(shape[1])

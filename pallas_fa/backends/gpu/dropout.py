@@ -13,7 +13,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import elementwise
-from pallas_fa.backends.gpu.dropout_bits import THREADS, Draw
+from pallas_fa.backends.gpu.dropout_bits import Draw
+from pallas_fa.backends.gpu.dropout_numbers import FACTORS, THREADS
+from pallas_fa.backends.gpu.dropout_shared import SharedDraw
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.softmax.dropout import Dropout
@@ -31,20 +33,22 @@ def in_memory(dropout: Dropout) -> jax.Array:
 
 
 class KeptElements(NamedTuple):
-    """Which elements of a tile are kept, as a bool tile."""
+    """Which elements of a tile are kept, as a bool tile. `by_factors`: as of `HeadDropout.draw`."""
 
     keeps: Any
+    by_factors: bool = False
 
     def select(self, x: Any) -> Any:
         """Returns `x` where it is kept, elsewhere 0."""
-        return jnp.where(self.keeps, x, jnp.zeros_like(x))
+        return jnp.where(self.keeps, _times_factor(x, self.by_factors), jnp.zeros_like(x))
 
 
 class KeptBits(NamedTuple):
-    """Which elements of a tile are kept, as a bit for each."""
+    """Which elements of a tile are kept, as a bit for each. `by_factors`: as of `HeadDropout.draw`."""
 
-    draw: Draw
+    draw: Draw | SharedDraw
     words: tuple[Any, ...]
+    by_factors: bool = False
 
     def select(self, x: Any) -> Any:
         """Returns `x` where it is kept, elsewhere 0."""
@@ -52,7 +56,7 @@ class KeptBits(NamedTuple):
             arg_types=(TILE, *(_PER_THREAD for _ in self.words)),
             return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE),
         )(self.draw.select)
-        return run(x, *self.words)
+        return run(_times_factor(x, self.by_factors), *self.words)
 
 
 class KeptRounded(NamedTuple):
@@ -79,6 +83,10 @@ class KeptRounded(NamedTuple):
             functools.partial(self.draw.answers, dtype)
         )
         return run(*self.words)
+
+
+def _times_factor(x, by_factors):
+    return x * jnp.asarray(FACTORS[x.dtype.name], x.dtype) if by_factors else x
 
 
 type Kept = KeptElements | KeptBits | KeptRounded
@@ -114,6 +122,7 @@ class HeadDropout(NamedTuple):
         keys_by_queries: bool = False,
         rounded: bool = False,
         by_factors: bool = False,
+        memory: Any = None,
     ) -> Kept:
         """Returns which elements of a tile are kept.
 
@@ -123,7 +132,10 @@ class HeadDropout(NamedTuple):
           s0: its first key.
           keys_by_queries: the tile is [keys, queries].
           rounded: what is selected has 16-bit elements, of queries by keys.
-          by_factors: then they are multiplied, which bfloat16 needs the compute capability 9.0 for.
+          by_factors: they are multiplied, those that are kept by `FACTORS`, which for bfloat16 needs the compute capability
+            9.0.
+          memory: of this warpgroup in this step, in which the threads of a tile keys by queries share their calls (see
+            `dropout_shared`); another step uses it only after all threads are past the draw of the step between.
         """
         t0, s0 = t0 + self.first_query, s0 + self.first_key
         row0, column0 = (s0, t0) if keys_by_queries else (t0, s0)
@@ -132,18 +144,27 @@ class HeadDropout(NamedTuple):
         if not self.shares_calls:
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             along = lambda i: lax.broadcast_in_dim(i, shape, [0 if i is rows else 1])
-            return KeptElements(elementwise.inline(self._keeps, along(t), along(s)))
+            return KeptElements(elementwise.inline(self._keeps, along(t), along(s)), by_factors)
         draw = Draw(shape, keys_by_queries, self.threshold)
         rounded = rounded and draw.in_words
+        if keys_by_queries and memory is not None:
+            draw = SharedDraw(shape, self.threshold)
         words, of_thread = (draw.random, 2 * len(draw.calls)) if rounded else (draw.decisions, draw.words)
         word: Any = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=_PER_THREAD)
+        refs = (memory,) if isinstance(draw, SharedDraw) else ()
         run: Any = plgpu.inline_mgpu(
-            arg_types=(PER_ROW, PER_COLUMN, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+            arg_types=(
+                PER_ROW,
+                PER_COLUMN,
+                plgpu.Layout.WG_SPLAT,
+                plgpu.Layout.WG_SPLAT,
+                *(plgpu.RefType() for _ in refs),
+            ),
             return_type=(word,) * of_thread,
         )(words)
         # Opaque, so that the keys of the rounds do not fill registers across the loop.
-        found = run(rows, columns, opaque(self.key, interpret=False), self.offset)
-        return KeptRounded(draw, found, by_factors) if rounded else KeptBits(draw, found)
+        found = run(rows, columns, opaque(self.key, interpret=False), self.offset, *refs)
+        return (KeptRounded if rounded else KeptBits)(draw, found, by_factors)
 
     def _keeps(self, t, s):
         key, offset = (lax.convert_element_type(i, jnp.uint32) for i in (self.key, self.offset))

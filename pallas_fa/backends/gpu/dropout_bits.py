@@ -16,12 +16,23 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
-from pallas_fa.softmax.dropout import DECISION_BITS, FAR, KEY_BLOCK, NEIGHBOUR, QUERY_BLOCK, ROUNDS
-from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
+from pallas_fa.backends.gpu.dropout_numbers import (
+    THREADS,
+    asm,
+    at_least,
+    bytes_of,
+    constant,
+    element,
+    numbers,
+    one_word,
+    per_thread,
+    philox2x32,
+)
+from pallas_fa.softmax.dropout import FAR, KEY_BLOCK, NEIGHBOUR, QUERY_BLOCK, ROUNDS
+from pallas_fa.softmax.philox import KEY_STEP
 
-THREADS = 128  # of a warpgroup
 _BITS = 32  # of a word
 
 
@@ -58,27 +69,27 @@ class Draw(NamedTuple):
     def random(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
         """Returns two random words for each call, by positions of rows and columns, and the two seeds."""
         found = (word for first, second in self._random(rows, columns, key, offset) for word in (_here(first), second))
-        return tuple(map(_per_thread, found))
+        return tuple(map(per_thread, found))
 
     def decisions(self, _: Any, rows: Any, columns: Any, key: Any, offset: Any) -> Any:
         """Returns words of decisions, by positions of rows and columns, and the two seeds."""
-        found = [_word(0)] * self.words
+        found = [constant(0)] * self.words
         random = self._random(rows, columns, key, offset)
         for i, number in enumerate(self._numbers(random, self._halves(rows, columns))):
             at, first = divmod(i, _BITS // 2)
-            bits = arith.andi(_at_least(number, self.threshold), _word(0x10001 << first))
+            bits = arith.andi(at_least(number, self.threshold), constant(0x10001 << first))
             found[at] = arith.ori(found[at], bits)
         if not self.keys_by_queries:
-            return tuple(_per_thread(_here(x)) for x in found)
+            return tuple(per_thread(_here(x)) for x in found)
         # The halves are of even and odd keys. A thread keeps that of its key's parity for the queries of that parity, and
         # gets those of the other queries.
         is_odd = _all_or_none(rows.registers.reshape(-1)[0], NEIGHBOUR)
-        chosen = arith.xori(_word(0x5410), arith.andi(is_odd, _word(0x3276 ^ 0x5410)))
-        return tuple(_per_thread(_bytes(x, _exchanged(x), chosen)) for x in found)
+        chosen = arith.xori(constant(0x5410), arith.andi(is_odd, constant(0x3276 ^ 0x5410)))
+        return tuple(per_thread(bytes_of(x, _exchanged(x), chosen)) for x in found)
 
     def select(self, _: Any, x: Any, *words: Any) -> Any:
         """Returns the elements of `x` that are kept, and 0 for others, by words of decisions."""
-        bits = [_element(word.registers[0], 0) for word in words]
+        bits = [element(word.registers[0], 0) for word in words]
         results = self._by_tile(x.registers).copy()
         kind = results.flat[0].type.element_type
         zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
@@ -86,9 +97,9 @@ class Draw(NamedTuple):
         for i, at in enumerate(self._places()):
             word, place = divmod(i, _BITS // 2)
             for lane in range(2):
-                bit = arith.andi(bits[word], _word(1 << place + lane * _BITS // 2))
-                keeps = arith.cmpi(arith.CmpIPredicate.ne, bit, _word(0))
-                chosen[at].append(arith.select(keeps, _element(results[at], lane), zero))
+                bit = arith.andi(bits[word], constant(1 << place + lane * _BITS // 2))
+                keeps = arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
+                chosen[at].append(arith.select(keeps, element(results[at], lane), zero))
         for at, values in chosen.items():
             results[at] = vector.from_elements(results[at].type, values)
         return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
@@ -96,39 +107,40 @@ class Draw(NamedTuple):
     def answers(self, dtype: Any, _: Any, *words: Any) -> Any:
         """Returns which elements are kept, by random words; queries by keys.
 
-        `dtype`: int16, with all bits set for elements that are kept, or a 16-bit float, with 1 for them; else 0.
+        `dtype`: int16, with all bits set for elements that are kept, or a 16-bit float, with `FACTORS` for them; else 0.
         """
         name = jnp.dtype(dtype).name
         types = dict(int16=lambda: ir.IntegerType.get_signless(16), float16=ir.F16Type.get, bfloat16=ir.BF16Type.get)
         pair = ir.VectorType.get((2,), types[name]())
-        random = [_element(word.registers[0], 0) for word in words]
+        random = [element(word.registers[0], 0) for word in words]
         layout = plgpu.Layout.WGMMA.to_mgpu()
         results = np.empty(layout.registers_shape(self.shape), object)
         by_tile = self._by_tile(results)
-        numbers = self._numbers(zip(random[::2], random[1::2], strict=True), self._both_halves())
-        for at, number in zip(self._places(), numbers, strict=True):
-            one = vector.from_elements(_one_word(), [_at_least(number, self.threshold, name)])
+        of_tile = self._numbers(zip(random[::2], random[1::2], strict=True), self._both_halves())
+        for at, number in zip(self._places(), of_tile, strict=True):
+            answer = at_least(number, self.threshold, "u32" if name == "int16" else "f16x2")
+            one = vector.from_elements(one_word(), [answer])
             by_tile[at] = vector.bitcast(pair, one)
         return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=True if name == "int16" else None)
 
     def _random(self, rows, columns, key, offset):
         rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)  # r + 8 after r
         key, offset = key.registers[()], offset.registers[()]
-        round_keys = [arith.addi(key, _word(i * KEY_STEP)) for i in range(ROUNDS)]
+        round_keys = [arith.addi(key, constant(i * KEY_STEP)) for i in range(ROUNDS)]
         for i, j in self.calls:
-            row, column = _element(rows[i], 0), _element(columns[j], 0)
+            row, column = element(rows[i], 0), element(columns[j], 0)
             t, s = row, column
             if self.keys_by_queries:
-                t, s = arith.addi(column, arith.andi(row, _word(NEIGHBOUR))), arith.andi(row, _word(~NEIGHBOUR))
+                t, s = arith.addi(column, arith.andi(row, constant(NEIGHBOUR))), arith.andi(row, constant(~NEIGHBOUR))
             if not self.in_words:
-                s = arith.andi(s, _word(~FAR))
-            yield _philox2x32(arith.xori(t, offset), s, round_keys)
+                s = arith.andi(s, constant(~FAR))
+            yield philox2x32(arith.xori(t, offset), s, round_keys)
 
     def _numbers(self, random, halves):
         """Yields words of two numbers in the order of `_places`, from two words for each call and the halves it decides."""
         for (first, second), are_far in zip(random, halves, strict=True):
             for is_far in are_far:
-                found = _numbers(first, second, is_far)
+                found = numbers(first, second, is_far)
                 yield from found if self.keys_by_queries else (found[i] for i in (0, 2, 1, 3))
 
     def _halves(self, rows, columns):
@@ -151,95 +163,17 @@ class Draw(NamedTuple):
         return [(i, j + column, row) for i, j in self.calls for column in range(self._columns) for row in range(2)]
 
 
-def _philox2x32(first, second, round_keys):
-    """As `philox.philox2x32`, with the hardware's product of 64 bits."""
-    for key in round_keys:
-        low, high = arith.mului_extended(first, _word(MULTIPLIER))
-        first, second = arith.xori(arith.xori(high, key), second), low
-    return first, second
-
-
-def _numbers(first, second, is_far):
-    """As `dropout.numbers`, those of keys with the bit `FAR` or of the others; `is_far`: a bool, or all bits or none."""
-    rotated = lambda x, which: _bytes(x, x, _word(which))
-    x, y = rotated(first, 0x0321), rotated(second, 0x0321)
-    near = first, arith.xori(x, second), second, arith.xori(y, first)
-    if is_far is False:
-        return near
-    z = rotated(first, 0x2103)
-    if is_far is True:
-        of_x, of_first = (arith.xori(i, z) for i in (x, first))
-        return arith.xori(near[3], of_x), arith.xori(near[1], y), arith.xori(near[1], of_first), arith.xori(y, z)
-    here = lambda i: arith.andi(i, is_far)
-    of_x, of_y, of_first = here(arith.xori(x, z)), here(y), here(first)
-    changes = arith.xori(of_x, of_y), of_y, arith.xori(of_x, of_first), arith.xori(of_first, here(z))
-    return tuple(map(arith.xori, near, changes))
-
-
 def _all_or_none(positions, bit):
     """Returns all bits set if the first of a thread's `positions` has that bit, else none."""
-    shifted = arith.shrui(_element(positions, 0), _word(bit.bit_length() - 1))
-    return arith.subi(_word(0), arith.andi(shifted, _word(1)))
-
-
-def _at_least(word, threshold, answer="int16"):
-    """Returns for each half of `word` whether its low 15 bits are at least the threshold.
-
-    As 16-bit floats >= 0 they are in the order of their bits. NaN has the highest: it is at least any number, and where the
-    threshold would itself be NaN the bits are inverted, of which those of less than a number are asked for.
-
-    Args:
-      answer: the dtype of the two answers, as of `Draw.answers`.
-    """
-    if answer == "bfloat16":  # which has no operand modifier for absolute values
-        kind, infinity, low_bits = "bf16x2", 0x7F80, "and.b32 x, $1, 0x7fff7fff"
-    else:
-        kind, infinity, low_bits = "f16x2", 0x7C00, "abs.f16x2 x, $1"
-    if threshold <= infinity:
-        bits, test = word, "geu"
-    else:
-        bits, test, threshold = arith.xori(word, _word(0x7FFF7FFF)), "lt", 2**DECISION_BITS - threshold
-    text = f"{{ .reg .b32 x; {low_bits}; set.{test}.{'u32' if answer == 'int16' else kind}.{kind} $0, x, $2; }}"
-    return _asm(text, bits, _word(threshold * 0x10001))
-
-
-def _bytes(x, y, which):
-    """Returns the four bytes of x (numbers 0 to 3) and y (4 to 7) that the hexadecimal digits of `which` name."""
-    return _asm("prmt.b32 $0, $1, $2, $3;", x, y, which)
+    shifted = arith.shrui(element(positions, 0), constant(bit.bit_length() - 1))
+    return arith.subi(constant(0), arith.andi(shifted, constant(1)))
 
 
 def _here(x):
     """Returns `x`, computed before what follows: shuffled to the lane where it is, which compilers keep in its place."""
-    return _asm("shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;", x, has_side_effects=True)
+    return asm("shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;", x, has_side_effects=True)
 
 
 def _exchanged(x):
     """Returns the `x` of the thread whose row differs in the lowest bit."""
-    return _asm("shfl.sync.bfly.b32 $0, $1, 4, 31, 0xffffffff;", x, has_side_effects=True)
-
-
-def _asm(text, *operands, has_side_effects=False):
-    i32 = ir.IntegerType.get_signless(32)
-    constraints = ",".join(("=r", *("r" for _ in operands)))
-    return llvm.inline_asm(i32, list(operands), text, constraints, has_side_effects=has_side_effects)
-
-
-def _word(x):
-    """A constant of 32 bits."""
-    i32 = ir.IntegerType.get_signless(32)
-    x %= 2**32
-    return arith.constant(i32, ir.IntegerAttr.get(i32, x - 2**32 if x >= 2**31 else x))
-
-
-def _element(x, i):
-    return vector.extract(x, dynamic_position=[], static_position=[i])
-
-
-def _one_word():
-    return ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-
-
-def _per_thread(x):
-    layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1).to_mgpu()
-    registers = np.array([vector.from_elements(_one_word(), [x])], object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+    return asm("shfl.sync.bfly.b32 $0, $1, 4, 31, 0xffffffff;", x, has_side_effects=True)

@@ -117,6 +117,11 @@ class ForwardCore:
         return any(i < self.arrays.in_score for i in self.arrays.streamed)
 
     @property
+    def dropout_scale(self) -> float:
+        """What the sums of P V are multiplied by at the end, where there is dropout."""
+        return self.problem.dropout.scale
+
+    @property
     def subtract_max(self) -> bool:
         """Whether the softmax subtracts the maximum.
 

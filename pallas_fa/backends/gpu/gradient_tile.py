@@ -33,13 +33,13 @@ class TilePlace(NamedTuple):
     scalars: dict[int, Any]
     dropout: HeadDropout | None
 
-    def kept(self, plan: BackwardCore) -> Kept | None:
-        """Returns what dropout keeps of the tile; None without dropout."""
+    def kept(self, plan: BackwardCore, memory: Any = None) -> Kept | None:
+        """Returns what dropout keeps of the tile; None without dropout. `memory`: as of `HeadDropout.draw`."""
         if self.dropout is None:
             return None
         by_keys, shape = plan.kind.keys_stationary, (plan.config.rows, plan.config.width)
         t0, s0 = (self.streamed, self.stationary) if by_keys else (self.stationary, self.streamed)
-        return self.dropout.draw(shape, t0, s0, keys_by_queries=by_keys)
+        return self.dropout.draw(shape, t0, s0, keys_by_queries=by_keys, memory=memory)
 
 
 @dataclasses.dataclass(frozen=True)

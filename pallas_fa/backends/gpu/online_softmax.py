@@ -4,15 +4,22 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
+from pallas_fa.backends.gpu.layouts import PER_ROW
+from pallas_fa.backends.gpu.warps import any_above, largest_of_thread
 
+# In base 2: probabilities stay below 2^8 before the division, where 16-bit floats and sums in float32 are as good as at 1.
+LAG = 8.0
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
 
-def online_softmax(plan: ForwardCore, x: Any, factor: float, m: Any, l: Any, is_boundary: bool) -> tuple[Any, ...]:
-    """Returns (partial sums, p), then (maximum, rescaling factor) where the maximum is subtracted; all float32.
+def online_softmax(
+    plan: ForwardCore, x: Any, factor: float, m: Any, l: Any, is_boundary: bool, lags: bool = False
+) -> tuple[Any, ...]:
+    """Returns (partial sums, p), then (maximum, rescaling factor) where a maximum is subtracted; all float32.
 
     Without a score the maximum is that of the logits in base 2. With one it is that of x: where a bias such as -1e10 takes
     the place of a mask, a difference of rounded products would have no correct digits. A row may still be all -inf only in
@@ -23,20 +30,41 @@ def online_softmax(plan: ForwardCore, x: Any, factor: float, m: Any, l: Any, is_
       m: [queries], the maximum so far.
       l: [queries, SUM_COLUMNS], the partial sums so far.
       is_boundary: whether the mask may hide some of the logits.
+      lags: whether the maximum of a row is left as it is unless it would grow by more than `LAG`. Then its factor is 1, and
+        in a warp where no row's maximum grows so much, the largest logits of rows are not even found
+        (evidence: forward/lagging-maximum).
     """
     base_2 = factor * LOG2E
     if not plan.subtract_max:
         p = jnp.exp2(x * base_2)
         return _plus_columns(l, p), p
     has_score = plan.problem.score is not None
-    new_m = jnp.maximum(m, x.max(axis=1) if has_score else x.max(axis=1) * base_2)
-    shift = jnp.where(new_m == -jnp.inf, 0.0, new_m) if is_boundary or has_score else new_m
-    shifts = lax.broadcast_in_dim(shift, x.shape, [0])
-    if has_score:
-        p, rescale = jnp.exp2((x - shifts) * base_2), jnp.exp2((m - shift) * base_2)
-    else:  # one instruction; evidence: forward/exponent-in-one-instruction
-        p, rescale = jnp.exp2(x * base_2 - shifts), jnp.exp2(m - shift)
-    return _plus_columns(l * lax.broadcast_in_dim(rescale, l.shape, [0]), p), p, new_m, rescale
+    in_unit = lambda top: top if has_score else top * base_2
+    growth = lambda top: (top - m) * base_2 if has_score else top - m
+
+    def of_rows(m):
+        return jnp.where(m == -jnp.inf, 0.0, m) if is_boundary or has_score else m
+
+    def raised(m, l):
+        top = in_unit(x.max(axis=1))
+        new_m = jnp.maximum(m, top)
+        if lags:
+            new_m = jnp.where(growth(top) <= LAG, m, new_m)
+        rescale = jnp.exp2((m - of_rows(new_m)) * base_2 if has_score else m - of_rows(new_m))
+        return new_m, l * lax.broadcast_in_dim(rescale, l.shape, [0]), rescale
+
+    def unchanged(m, l):
+        return m, l, plgpu.layout_cast(jnp.ones(m.shape, jnp.float32), PER_ROW)
+
+    if lags:
+        grows = any_above(growth(in_unit(largest_of_thread(x, plan.interpret))), LAG, plan.interpret)
+        m, l, rescale = lax.cond(grows, raised, unchanged, m, l)
+    else:
+        m, l, rescale = raised(m, l)
+    shifts = lax.broadcast_in_dim(of_rows(m), x.shape, [0])
+    # Without a score, one instruction; evidence: forward/exponent-in-one-instruction.
+    p = jnp.exp2((x - shifts) * base_2 if has_score else x * base_2 - shifts)
+    return _plus_columns(l, p), p, m, rescale
 
 
 def with_positive_factor(x: Any, factor: float) -> tuple[Any, float]:
@@ -66,7 +94,7 @@ def finish(plan: ForwardCore, m: Any, l: Any, unit: float, sink: Any) -> tuple[A
     empty = total == 0
     factor = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total))
     if plan.problem.dropout is not None:
-        factor = factor * plan.problem.dropout.scale
+        factor = factor * plan.dropout_scale
     if sink is not None:
         factor = factor * rescale
     return factor, jnp.where(empty, -jnp.inf, m * unit + jnp.log(jnp.where(empty, 1.0, total)))

@@ -18,11 +18,11 @@ from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
 
 
 def probabilities(
-    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any = None
+    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any
 ) -> tuple[Any, Any, tuple[Any, ...], dict[int, Any]]:
     """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and those of arrays [T, S].
 
-    An operand is a tuple of its parts, None where it is not needed. `done`: steps before, for operands in chunks.
+    An operand is a tuple of its parts, None where it is not needed. `done`: steps before.
 
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
     With a score, logits are scaled, scored and shifted in registers instead. With `statistics_last`, statistics are added
@@ -67,7 +67,7 @@ def probabilities(
         return after_products(s_acc, dp_acc, issued)
 
     def after_products(s_acc, dp_acc: Any, issued):
-        kept = at.kept(plan)
+        kept = at.kept(plan, w.memory_of_dropout(done))
         s = wgmma.result(s_acc, in_flight=issued)
         if not waits_first:
             w.wait_for_array_tiles(slots)

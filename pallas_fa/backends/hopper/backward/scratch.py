@@ -34,7 +34,8 @@ def scratch(plan: BackwardPlan) -> dict[str, Any]:
 
 def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
-    return _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
+    # What threads share of dropout is at the start of memory: fewer registers hold its addresses.
+    return _dropout(plan) | _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
 
 
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
@@ -84,6 +85,13 @@ def _delta(plan):
     if not plan.kind.accumulates_qk:
         return {}
     return {"delta_smem": _statistic(plan, plan.config.stages[1])}
+
+
+def _dropout(plan):
+    dropout, c = plan.problem.dropout, plan.config
+    if dropout is None or not (dropout.aligned and plan.kind.keys_stationary) or plan.interpret:
+        return {}
+    return dict(kept_smem=plgpu.SMEM((2, c.compute_wgs, c.rows * c.width // 32), jnp.int32))
 
 
 def _statistic(plan, stages):

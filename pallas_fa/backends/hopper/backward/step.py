@@ -38,7 +38,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         w.wait_for_pv(slots)
         zero_streamed(w, at, slots, "qk", "pv")
 
-    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums)
+    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
         store_array_gradients(w, at, gradients)
@@ -109,6 +109,8 @@ def skip(w: Warpgroup, done: Any) -> None:
         w.barriers["wgs_meet"].wait()
         _stage_dq(w, plan.dq, wg, done, ds_smem, (), None, slots)
     else:
+        if "kept_smem" in w.scratch:
+            plgpu.commit_smem()  # all threads are past the draw before (see `HeadDropout.draw`); else `wgs_meet` says so
         w.release_pv(slots)
     w.release_qk(slots)
 

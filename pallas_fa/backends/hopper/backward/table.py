@@ -93,6 +93,8 @@ STATISTICS_LAST = Table(
     "backward/instructions-and-waits",
     Row(False, tests_arrays=True),
     Row(False, gives=_KEYS),
+    Row(False, "library/dropout-by-philox", **_H64, dropout=True),
+    Row(True, "library/dropout-by-philox", **_H128, dropout=True),
     Row(False, columns=Span(97, 128), value_dim=up_to(128), group=1, masked=True),
     Row(False, "backward/two-passes-at-192", head_dim=192, value_dim=up_to(128)),
     Row(True),
@@ -191,10 +193,11 @@ TILES = Table(
         )
     ),
     Row(
-        Choice((BackwardConfig(2, 64, store_warps=1),), _WIDE_FUSED_OPTIONS, _SMALL, persistent=True),
+        Choice((BackwardConfig(2, 64, store_warps=1),), dict(by_tile=BY_TILE), _SMALL, persistent=True),
         "library/dropout-by-philox",
         **_H64,
         gives=_FUSED,
+        masked=False,
         dropout=True,
     ),
     Row(Choice(_WIDE_FUSED, _WIDE_FUSED_OPTIONS, _WIDE_OTHERS, persistent=True), **_H64, gives=_FUSED),

@@ -213,7 +213,7 @@ class Compute:
             like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
             like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
             # Without the barrier, the compiler rescales before Q K^T is issued.
-            scaled = acc if factor is None else epilogue.times_rows(acc, lax.optimization_barrier(factor))
+            scaled = acc if factor is None else self._rescaled(acc, lax.optimization_barrier(factor))
             return self.wgmma.updated(functools.partial(sums, x_acc), scaled, like=like)
 
         def sums(x_acc, accs):
@@ -221,8 +221,8 @@ class Compute:
             issued = self._weighted_sums(accs, p, v_slot)
             self._let_next_issue()
             x = self._products(x_acc, k_slot, issued)
-            l_i, p_i, *of_max = online_softmax(plan, *self.logits.apply(x, i, is_boundary, visited), m, l, is_boundary)
-            results = l_i, p_i, *of_max
+            logits = self.logits.apply(x, i, is_boundary, visited)
+            results = online_softmax(plan, *logits, m, l, is_boundary, lags=True)
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[2 if plan.pins_maximum else 0]
             return results
@@ -237,10 +237,13 @@ class Compute:
         if new_max:
             m, rescale = new_max
             if factor is None:
-                acc = epilogue.times_rows(acc, rescale)
+                acc = self._rescaled(acc, rescale)
             else:
                 factor = rescale
         return acc, factor, m, l, self._weights(p, kept)
+
+    def _rescaled(self, acc, factor):
+        return epilogue.times_rows_unless_1(acc, factor, self.plan.interpret)
 
     def _weights(self, p, kept):
         """Returns probabilities as a left operand of matmuls, without those that are dropped."""

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.online_softmax import finish
+from pallas_fa.backends.gpu.warps import any_above
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
 from pallas_fa.backends.hopper.tiles import pieces
@@ -56,3 +57,9 @@ def store(
 def times_rows(chunks: tuple[Any, ...], factor: Any) -> tuple[Any, ...]:
     """Returns each of the arrays [64, columns] times `factor`, [64]."""
     return tuple(x * lax.broadcast_in_dim(factor, x.shape, [0]) for x in chunks)
+
+
+def times_rows_unless_1(chunks: tuple[Any, ...], factor: Any, interpret: bool) -> tuple[Any, ...]:
+    """As `times_rows`, of factors up to 1; warps whose factors are all 1 do nothing."""
+    is_needed = any_above(-factor, -1.0, interpret)
+    return lax.cond(is_needed, lambda chunks: times_rows(chunks, factor), lambda chunks: chunks, chunks)

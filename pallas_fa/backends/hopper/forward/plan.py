@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa.backends.gpu.dropout_numbers import FACTORS
 from pallas_fa.backends.gpu.forward_plan import ForwardCore, OperandTiles
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
@@ -162,6 +163,11 @@ class ForwardPlan(ForwardCore):
         """
         has_range = products.operand_dtype(self.problem) == jnp.bfloat16
         return self.problem.sinks is not None and self.subtract_max and has_range
+
+    @property
+    def dropout_scale(self) -> float:
+        """What the sums of P V are multiplied by at the end: also for what probabilities that are kept are multiplied by."""
+        return self.problem.dropout.scale / FACTORS[products.operand_dtype(self.problem).name]
 
     @property
     def ping_pong(self) -> bool:

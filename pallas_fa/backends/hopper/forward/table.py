@@ -139,13 +139,6 @@ TILES = Table(
         visit_table=True,
     ),
     Row(
-        _two_warpgroups(pin_softmax=False, ping_pong=True),
-        "library/dropout-by-philox",
-        **_H128,
-        visit_table=False,
-        dropout=True,
-    ),
-    Row(
         (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
         "forward/key-blocks-of-16",
         **_H128,
