@@ -125,7 +125,7 @@ TILES = Table(
     ),
     Row(
         (
-            ForwardConfig(3, pin_softmax=False, ping_pong=True, l2_head_group=16),
+            ForwardConfig(3, pin_softmax=False, l2_head_group=16, **_LATE),
             ForwardConfig(2, ping_pong=True),
             *_SMALL,
         ),
@@ -138,31 +138,13 @@ TILES = Table(
         uniform=True,
         visit_table=True,
     ),
-    Row(
-        (ForwardConfig(2, 176, **_LATE), *_two_warpgroups(**_LATE)),
-        "forward/key-blocks-of-16",
-        **_H128,
-        visit_table=False,
-        windowed=False,
-        length=at_least(8193),
-    ),
-    Row(_two_warpgroups(**_LATE), "forward/rescale-under-qk", **_H128, visit_table=False),
+    Row(_two_warpgroups(**_LATE), "forward/lagging-maximum", **_H128, uniform=True, visit_table=False),
+    Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/lagging-maximum", **_H128, visit_table=False),
     Row(_two_warpgroups(**_LATE, l2_head_group=1), "forward/visit-lists", **_H128, blocks=True),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
     Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),
     Row(_two_warpgroups(**_LATE), "forward/output-over-queries", **_H192),
-    *(
-        Row(
-            (ForwardConfig(2, 80, rescale_under_qk=True), *_LATE_64),
-            "forward/key-blocks-of-16",
-            **_H256,
-            **where,
-            visit_table=False,
-            dropout=False,
-        )
-        for where in (dict(uniform=True, length=at_least(1024)), dict(length=at_least(2048)))
-    ),
     Row(_LATE_64, "forward/rescale-under-qk", **_H256),
     Row(_WIDE, "forward/wide-heads"),
 )
