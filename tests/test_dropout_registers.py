@@ -16,7 +16,6 @@ from pallas_fa.softmax.dropout import Dropout
 from tests.lowering import kernels
 
 
-
 class _Words:
     """`arith`, `llvm` and `vector` on NumPy arrays that hold a value for each thread of a warpgroup."""
 
