@@ -70,8 +70,7 @@ class Dropout(Node):
         seeds = jnp.arange(B, dtype=jnp.uint32)[:, None], jnp.arange(N, dtype=jnp.uint32)[None, :]
         for i in range(words.shape[0]):
             seeds = philox2x32(*seeds, words[i], _ROUNDS_OF_SEEDS)
-        # Behind a barrier: XLA would fuse these many rounds into what is computed for each element.
-        key, offset = lax.optimization_barrier(tuple(jnp.broadcast_to(x, (B, N))[:, :, None, None] for x in seeds))
+        key, offset = (jnp.broadcast_to(x, (B, N))[:, :, None, None] for x in seeds)
         return cls((key, offset), threshold)
 
     @property
@@ -116,7 +115,7 @@ class Dropout(Node):
         of_queries = _Blocks.of(t0, self.first_query, T, QUERY_BLOCK)
         of_keys = _Blocks.of(s0, self.first_key, S, KEY_BLOCK)
         t, s = of_queries.positions(step=1).reshape(1, 1, -1, 1, 1), of_keys.positions(step=2)[None, None, None]
-        key, offset = (seed[..., None] for seed in self.seeds)
+        key, offset = (seed[..., None] for seed in self._computed().seeds)
         # Behind a barrier: XLA would compute the words for each element that they decide.
         words = lax.optimization_barrier(philox2x32(t ^ offset, s, key, ROUNDS))
         # Each [B|1, N|1, t, blocks of keys, s, 2]; then, by the bits FAR and PARTNER of s, [.., blocks, 4, s, 2].
@@ -126,12 +125,16 @@ class Dropout(Node):
         rows = jnp.stack([x.reshape(*lead, of_queries.count, PARTNER, -1) for x in by_query], -3)
         return of_keys.cut(of_queries.cut(rows.reshape(*lead, of_queries.count * QUERY_BLOCK, -1), 2), 3)
 
+    def _computed(self):
+        """This dropout with seeds behind a barrier: XLA would fuse their many rounds into what each element takes."""
+        return dataclasses.replace(self, seeds=lax.optimization_barrier(self.seeds))
+
     def _decides(self, bits):
         return (bits & jnp.uint32(2**DECISION_BITS - 1)) >= jnp.uint32(self.threshold)
 
     def apply(self, x: Any, t: Any, s: Any) -> Any:
         """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere; `t` and `s` as for `keeps`."""
-        return self.scaled(x, self.keeps(t, s))
+        return self.scaled(x, self._computed().keeps(t, s))
 
     def scaled(self, x: Any, keeps: Any) -> Any:
         """Returns x [B, N, t, s], scaled where it is kept, and 0 elsewhere."""
