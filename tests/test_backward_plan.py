@@ -40,6 +40,25 @@ def test_passes_share_their_row_statistics(dims, mask, deterministic):
         assert len({plan.lse_factor for plan in plans}) == 1
 
 
+@pytest.mark.parametrize("score", ["plain", "bias_shared"])
+@pytest.mark.parametrize("dims", [(96, 80), (128, 128), (192, 128), (256, 256), (320, 320), (512, 512)])
+def test_memory_that_dropout_shares_costs_no_tile(dims, score):
+    """Calls of the generator are shared where the tiles leave room for what threads hand on."""
+    tiles, shares = [], []
+    for dropout in (0.0, 0.1):
+        case = dataclasses.replace(
+            WIDE, T=2048, S=2048, H=dims[0], Hv=dims[1], batch=(2,), score=score, dropout=dropout
+        )
+        problem, _ = problem_of(case, {})
+        plans = [choose(problem, kind, GPU) for kind in choose_passes(problem, GPU)]
+        tiles.append([dataclasses.replace(plan.config, statistics_last=False) for plan in plans])
+        shares.append([plan.shares_draws for plan in plans])
+    assert tiles[0] == tiles[1]
+    assert not any(shares[0])
+    if score == "plain":
+        assert any(shares[1]) == (dims[0] <= 128)
+
+
 @pytest.mark.parametrize(("mask", "N", "warps"), [("full", 1, 1), ("causal", 1, 2), ("causal", 8, 1)])
 def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warps):
     problem, _ = problem_of(dataclasses.replace(WIDE, T=256, S=256, mask=mask, N=N), {})

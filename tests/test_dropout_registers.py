@@ -95,7 +95,7 @@ def in_numpy(monkeypatch):
         constant=lambda x: np.uint64(x % 2**32),
         ir=SimpleNamespace(**types),
         mgpu=SimpleNamespace(FragmentedArray=lambda _registers, **_: _registers, utils=utils),
-        one_word=lambda: None,
+        word_type=lambda: None,
         per_thread=lambda x: [np.asarray(x)[..., None]],
     )
     for module in modules:

@@ -5,8 +5,7 @@ random bits (`Dropout.keeps`). So every implementation, tile size, direction and
 backward stores no bits but generates them again.
 
 A call of Philox2x32-7 gives 64 bits, which decide sixteen elements: those whose positions differ in the bit 8 of t and the
-bits 1, 8 and 16 of s. On the tensor cores, one thread holds these as queries by keys. As keys by queries it holds four, and
-four that it needs are in another thread.
+bits 1, 8 and 16 of s. On the tensor cores, one thread holds these as queries by keys; as keys by queries, four threads do.
 
 Each element has a number of 15 bits (`numbers`). Any two of the sixteen are independent. Of the upper 7 bits, which decide
 all but one time in 128, any three are, and 1813 of the 1820 fours; so are all eight with the same bit 16 of s.

@@ -33,25 +33,25 @@ def in_memory(dropout: Dropout) -> jax.Array:
 
 
 class KeptElements(NamedTuple):
-    """Which elements of a tile are kept, as a bool tile. `by_factors`: as of `HeadDropout.draw`."""
+    """Which elements of a tile are kept, as a bool tile."""
 
     keeps: Any
     by_factors: bool = False
 
     def select(self, x: Any) -> Any:
-        """Returns `x` where it is kept, elsewhere 0."""
+        """Returns `x` where it is kept, elsewhere 0; where `by_factors`, times the factor of its dtype."""
         return jnp.where(self.keeps, _times_factor(x, self.by_factors), jnp.zeros_like(x))
 
 
 class KeptBits(NamedTuple):
-    """Which elements of a tile are kept, as a bit for each. `by_factors`: as of `HeadDropout.draw`."""
+    """Which elements of a tile are kept, as a bit for each."""
 
     draw: Draw | SharedDraw
     words: tuple[Any, ...]
     by_factors: bool = False
 
     def select(self, x: Any) -> Any:
-        """Returns `x` where it is kept, elsewhere 0."""
+        """Returns `x` where it is kept, elsewhere 0; where `by_factors`, times the factor of its dtype."""
         run: Any = plgpu.inline_mgpu(
             arg_types=(TILE, *(_PER_THREAD for _ in self.words)),
             return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE),
@@ -71,7 +71,7 @@ class KeptRounded(NamedTuple):
     by_factors: bool
 
     def select(self, x: Any) -> Any:
-        """Returns `x`, of finite 16-bit floats, where it is kept, elsewhere 0."""
+        """Returns `x`, of finite 16-bit floats, where it is kept, elsewhere 0; where `by_factors`, times its factor."""
         if self.by_factors:
             return x * self._answers(x.shape, x.dtype)
         masks = self._answers(x.shape, jnp.int16)
@@ -132,10 +132,10 @@ class HeadDropout(NamedTuple):
           s0: its first key.
           keys_by_queries: the tile is [keys, queries].
           rounded: what is selected has 16-bit elements, of queries by keys.
-          by_factors: they are multiplied, those that are kept by `FACTORS`, which for bfloat16 needs the compute capability
-            9.0.
-          memory: of this warpgroup in this step, in which the threads of a tile keys by queries share their calls (see
-            `dropout_shared`); another step uses it only after all threads are past the draw of the step between.
+          by_factors: kept elements are multiplied by the `FACTORS` of their dtype, which takes an instruction less; in
+            bfloat16 only from the compute capability 9.0 on.
+          memory: shared memory of this warpgroup, by which threads share their calls for a tile keys by queries (see
+            `dropout_shared`). The warpgroup meets at a barrier before it draws again.
         """
         t0, s0 = t0 + self.first_query, s0 + self.first_key
         row0, column0 = (s0, t0) if keys_by_queries else (t0, s0)
@@ -147,7 +147,7 @@ class HeadDropout(NamedTuple):
             return KeptElements(elementwise.inline(self._keeps, along(t), along(s)), by_factors)
         draw = Draw(shape, keys_by_queries, self.threshold)
         rounded = rounded and draw.in_words
-        if keys_by_queries and memory is not None:
+        if memory is not None:
             draw = SharedDraw(shape, self.threshold)
         words, of_thread = (draw.random, 2 * len(draw.calls)) if rounded else (draw.decisions, draw.words)
         word: Any = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=_PER_THREAD)

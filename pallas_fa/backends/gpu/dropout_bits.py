@@ -26,9 +26,9 @@ from pallas_fa.backends.gpu.dropout_numbers import (
     constant,
     element,
     numbers,
-    one_word,
     per_thread,
     philox2x32,
+    word_type,
 )
 from pallas_fa.softmax.dropout import FAR, KEY_BLOCK, NEIGHBOUR, QUERY_BLOCK, ROUNDS
 from pallas_fa.softmax.philox import KEY_STEP
@@ -119,7 +119,7 @@ class Draw(NamedTuple):
         of_tile = self._numbers(zip(random[::2], random[1::2], strict=True), self._both_halves())
         for at, number in zip(self._places(), of_tile, strict=True):
             answer = at_least(number, self.threshold, "u32" if name == "int16" else "f16x2")
-            one = vector.from_elements(one_word(), [answer])
+            one = vector.from_elements(word_type(), [answer])
             by_tile[at] = vector.bitcast(pair, one)
         return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=True if name == "int16" else None)
 

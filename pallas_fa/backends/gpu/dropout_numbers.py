@@ -84,7 +84,7 @@ def element(x: Any, i: int) -> Any:
     return vector.extract(x, dynamic_position=[], static_position=[i])
 
 
-def one_word() -> Any:
+def word_type() -> Any:
     """Returns the type of a vector of one word."""
     return ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
 
@@ -92,5 +92,5 @@ def one_word() -> Any:
 def per_thread(x: Any) -> Any:
     """Returns an array [128] that has a word for each thread of a warpgroup."""
     layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1).to_mgpu()
-    registers = np.array([vector.from_elements(one_word(), [x])], object)
+    registers = np.array([vector.from_elements(word_type(), [x])], object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)

@@ -1,8 +1,8 @@
 """The random bits of a tile keys by queries, whose threads share their calls of the generator through shared memory.
 
 A thread holds quarters of two calls for each 16 queries (see `dropout_bits`). The other quarters belong to three threads:
-that of the keys s ^ 1, and these two's of the keys s ^ 16, in another warp. The four have the same calls, eight for each 64
-queries. Each makes two of them and hands the decisions on: a byte to each of the four.
+that of the keys s ^ 1, and in another warp those of the keys s ^ 16 and s ^ 17. The four have the same calls, eight for
+each 64 queries. Each makes two of them and hands the decisions on: a byte to each of the four.
 """
 
 from typing import Any, NamedTuple
@@ -76,18 +76,18 @@ class SharedDraw(NamedTuple):
         # Of a thread's number, bits 0 and 1 are its columns, 2 to 4 its row of 8, 5 and 6 its 16 rows. The four differ in 2
         # and 5.
         part = lambda shift, mask: arith.andi(arith.shrui(thread, constant(shift)), constant(mask))
-        four = arith.ori(arith.ori(part(2, 0x10), part(1, 0xC)), arith.andi(thread, constant(3)))
-        four = arith.shli(four, constant(2))
-        mine = arith.ori(four, arith.ori(part(4, 2), part(2, 1)))
+        place_of_four = arith.ori(arith.ori(part(2, 0x10), part(1, 0xC)), arith.andi(thread, constant(3)))
+        place_of_four = arith.shli(place_of_four, constant(2))
+        own_place = arith.ori(place_of_four, arith.ori(part(4, 2), part(2, 1)))
         at = lambda i, place: mgpu.utils.getelementptr(pointer, [arith.addi(place, constant(i * THREADS))], i32)
         for i, word in enumerate(made):
-            llvm.store(word, at(i, mine))
+            llvm.store(word, at(i, own_place))
         mgpu.utils.warpgroup_barrier()
-        byte = arith.ori(arith.shli(is_odd, constant(1)), arith.shrui(is_far, constant(4)))
+        byte = arith.ori(arith.shli(is_odd, constant(1)), arith.shrui(is_far, constant(FAR.bit_length() - 1)))
         both = arith.ori(byte, arith.shli(arith.addi(byte, constant(4)), constant(4)))  # of two words, as of `bytes_of`
         found = []
         for i in range(len(made)):
-            words = llvm.load(quad, at(i, four), alignment=16)
+            words = llvm.load(quad, at(i, place_of_four), alignment=16)
             a, b, c, d = (element(words, j) for j in range(4))
             found.append(bytes_of(bytes_of(a, b, both), bytes_of(c, d, both), constant(0x5410)))
         return found

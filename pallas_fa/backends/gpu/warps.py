@@ -19,9 +19,8 @@ def largest_of_thread(x: Any, interpret: bool) -> Any:
 
     def largest(_, x):
         larger = lambda a, b: _asm(ir.F32Type.get(), "max.NaN.f32 $0, $1, $2;", "=f,f,f", a, b)
-        tiles = x.registers.reshape(
-            -1, x.shape[1] // 8, 2
-        )  # pairs of columns: [rows / 64, columns / 8, row or row + 8]
+        # Of pairs of columns: [rows / 64, columns / 8, row or row + 8].
+        tiles = x.registers.reshape(-1, x.shape[1] // 8, 2)
         found = mgpu.FragmentedArray.splat(_constant(0.0), (x.shape[0],), PER_ROW.to_mgpu())
         by_row = found.registers.reshape(-1, 2)
         for i, half in ((i, half) for i in range(len(by_row)) for half in range(2)):

@@ -99,7 +99,7 @@ class BackwardConfig:
       by_tile: CTAs process the query heads of a tile before the next tile, where `Order.by_tile` says so; else head after
         head.
       statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
-        accumulators start at them. Where there are no score and no dropout, and no element is tested for padding.
+        accumulators start at them. Where there is no score, and no element is tested for padding.
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).

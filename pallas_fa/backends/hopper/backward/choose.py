@@ -1,5 +1,7 @@
 """The choice of a backward pass's tiles."""
 
+import dataclasses
+
 import jax
 
 from pallas_fa.backends.gpu.device import Gpu
@@ -52,4 +54,6 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
     plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
     if len(kind.gives) > 1:
         plans = [p for p in plans if not p.chunked]
+    if kind.fused and problem.dropout is not None and problem.dropout.aligned and not interpret:
+        plans = [dataclasses.replace(p, shares_draws=shares) for p in plans for shares in (True, False)]
     return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk, p.tiles.streamed_qk)]

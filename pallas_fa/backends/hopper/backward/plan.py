@@ -66,9 +66,10 @@ class Padding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan(BackwardCore):
-    """All that is static in one pass."""
+    """All that is static in one pass. `shares_draws`: whether threads share calls of the generator (`dropout_shared`)."""
 
     config: BackwardConfig
+    shares_draws: bool = False
 
     @property
     def turns_arrays(self) -> bool:

@@ -67,7 +67,7 @@ def probabilities(
         return after_products(s_acc, dp_acc, issued)
 
     def after_products(s_acc, dp_acc: Any, issued):
-        kept = at.kept(plan, w.memory_of_dropout(done))
+        kept = at.kept(plan, w.memory_of_draw(done) if plan.shares_draws else None)
         s = wgmma.result(s_acc, in_flight=issued)
         if not waits_first:
             w.wait_for_array_tiles(slots)

@@ -88,10 +88,10 @@ def _delta(plan):
 
 
 def _dropout(plan):
-    dropout, c = plan.problem.dropout, plan.config
-    if dropout is None or not (dropout.aligned and plan.kind.keys_stationary) or plan.interpret:
-        return {}
-    return dict(kept_smem=plgpu.SMEM((2, c.compute_wgs, c.rows * c.width // 32), jnp.int32))
+    c = plan.config
+    return (
+        dict(kept_smem=plgpu.SMEM((2, c.compute_wgs, c.rows * c.width // 32), jnp.int32)) if plan.shares_draws else {}
+    )
 
 
 def _statistic(plan, stages):

@@ -109,8 +109,6 @@ def skip(w: Warpgroup, done: Any) -> None:
         w.barriers["wgs_meet"].wait()
         _stage_dq(w, plan.dq, wg, done, ds_smem, (), None, slots)
     else:
-        if "kept_smem" in w.scratch:
-            plgpu.commit_smem()  # all threads are past the draw before (see `HeadDropout.draw`); else `wgs_meet` says so
         w.release_pv(slots)
     w.release_qk(slots)
 

@@ -95,6 +95,7 @@ STATISTICS_LAST = Table(
     Row(False, gives=_KEYS),
     Row(False, "library/dropout-by-philox", **_H64, dropout=True),
     Row(True, "library/dropout-by-philox", **_H128, dropout=True),
+    Row(False, dropout=True),
     Row(False, columns=Span(97, 128), value_dim=up_to(128), group=1, masked=True),
     Row(False, "backward/two-passes-at-192", head_dim=192, value_dim=up_to(128)),
     Row(True),

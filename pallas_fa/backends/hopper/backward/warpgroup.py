@@ -107,10 +107,8 @@ class Warpgroup:
         dropout = self.plan.problem.dropout
         return dropout and HeadDropout.load(dropout, self.gmem.dropout, self.block.b, n, self.plan.interpret)
 
-    def memory_of_dropout(self, done: Any) -> Any:
-        """Returns that of step `done`, in turns (see `HeadDropout.draw`); None where threads share nothing."""
-        if "kept_smem" not in self.scratch:
-            return None
+    def memory_of_draw(self, done: Any) -> Any:
+        """Returns that of step `done` (see `HeadDropout.draw`); with one for all steps, ptxas spills registers."""
         return self.scratch["kept_smem"].at[lax.rem(done, jnp.int32(2)), self.wg]
 
     @property

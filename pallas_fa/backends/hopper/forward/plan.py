@@ -166,7 +166,7 @@ class ForwardPlan(ForwardCore):
 
     @property
     def dropout_scale(self) -> float:
-        """What the sums of P V are multiplied by at the end: also for what probabilities that are kept are multiplied by."""
+        """What the sums of P V are multiplied by at the end; it takes back the `FACTORS` of probabilities that are kept."""
         return self.problem.dropout.scale / FACTORS[products.operand_dtype(self.problem).name]
 
     @property

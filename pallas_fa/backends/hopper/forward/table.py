@@ -129,6 +129,7 @@ TILES = Table(
             ForwardConfig(2, ping_pong=True),
             *_SMALL,
         ),
+        "forward/lagging-maximum",
         **_H64,
     ),
     Row(
