@@ -145,13 +145,14 @@ class HeadDropout(NamedTuple):
             t, s = (columns, rows) if keys_by_queries else (rows, columns)
             along = lambda i: lax.broadcast_in_dim(i, shape, [0 if i is rows else 1])
             return KeptElements(elementwise.inline(self._keeps, along(t), along(s)), by_factors)
-        draw = Draw(shape, keys_by_queries, self.threshold)
-        rounded = rounded and draw.in_words
-        if memory is not None:
-            draw = SharedDraw(shape, self.threshold)
-        words, of_thread = (draw.random, 2 * len(draw.calls)) if rounded else (draw.decisions, draw.words)
+        by_registers = Draw(shape, keys_by_queries, self.threshold)
+        rounded = rounded and by_registers.in_words
+        draw = by_registers if memory is None else SharedDraw(shape, self.threshold)
+        words, of_thread = draw.decisions, draw.words
+        if rounded:
+            words, of_thread = by_registers.random, 2 * len(by_registers.calls)
         word: Any = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=_PER_THREAD)
-        refs = (memory,) if isinstance(draw, SharedDraw) else ()
+        refs = () if memory is None else (memory,)
         run: Any = plgpu.inline_mgpu(
             arg_types=(
                 PER_ROW,
@@ -164,7 +165,7 @@ class HeadDropout(NamedTuple):
         )(words)
         # Opaque, so that the keys of the rounds do not fill registers across the loop.
         found = run(rows, columns, opaque(self.key, interpret=False), self.offset, *refs)
-        return (KeptRounded if rounded else KeptBits)(draw, found, by_factors)
+        return KeptRounded(by_registers, found, by_factors) if rounded else KeptBits(draw, found, by_factors)
 
     def _keeps(self, t, s):
         key, offset = (lax.convert_element_type(i, jnp.uint32) for i in (self.key, self.offset))

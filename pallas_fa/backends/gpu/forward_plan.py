@@ -118,8 +118,8 @@ class ForwardCore:
 
     @property
     def dropout_scale(self) -> float:
-        """What the sums of P V are multiplied by at the end, where there is dropout."""
-        return self.problem.dropout.scale
+        """What the sums of P V are multiplied by at the end for dropout."""
+        return 1.0 if self.problem.dropout is None else self.problem.dropout.scale
 
     @property
     def subtract_max(self) -> bool:

@@ -167,7 +167,8 @@ class ForwardPlan(ForwardCore):
     @property
     def dropout_scale(self) -> float:
         """What the sums of P V are multiplied by at the end; it takes back the `FACTORS` of probabilities that are kept."""
-        return self.problem.dropout.scale / FACTORS[products.operand_dtype(self.problem).name]
+        factor = 1.0 if self.problem.dropout is None else FACTORS[products.operand_dtype(self.problem).name]
+        return super().dropout_scale / factor
 
     @property
     def ping_pong(self) -> bool:
