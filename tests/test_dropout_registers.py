@@ -54,7 +54,7 @@ class _Words:
         yes = {"u32": 0xFFFF, "f16x2": 0x3C00}[answer]
         return np.where(found, yes, 0).astype(np.uint16).view(np.uint32)[..., 0].astype(np.uint64)
 
-    # Shared memory: a dictionary of words by position, whose addresses are those of the 128 threads.
+    # Shared memory is an array of words.
     read_ptx_sreg_tid_x = staticmethod(lambda: np.arange(256, 384, dtype=np.uint64))
     shli = staticmethod(lambda a, b: (a << b) % 2**32)
 

@@ -177,7 +177,7 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
 
 @pytest.mark.parametrize("growth", (2, 7, 9, 300))
 @pytest.mark.parametrize("with_bias", (False, True))
-@pytest.mark.parametrize("late", (False, True))
+@pytest.mark.parametrize("late", (pytest.param(False, marks=pytest.mark.full), True))
 def test_maxima_that_grow(growth, with_bias, late):
     """By less than `LAG` a step, which adds up, and by more; where probabilities would overflow, too."""
     inputs = dataclasses.replace(BASE, T=64, S=512).inputs()

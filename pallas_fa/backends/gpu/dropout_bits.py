@@ -6,7 +6,6 @@ calls, for two neighbouring queries: those of its keys' bit `FAR`. Of each, the 
 quarter. Each of the two threads makes one of the calls, and they exchange decisions.
 """
 
-import collections
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -25,13 +24,14 @@ from pallas_fa.backends.gpu.dropout_numbers import (
     bytes_of,
     constant,
     element,
+    keys_of_rounds,
     numbers,
     per_thread,
     philox2x32,
+    selected,
     word_type,
 )
-from pallas_fa.softmax.dropout import FAR, KEY_BLOCK, NEIGHBOUR, QUERY_BLOCK, ROUNDS
-from pallas_fa.softmax.philox import KEY_STEP
+from pallas_fa.softmax.dropout import FAR, KEY_BLOCK, NEIGHBOUR, QUERY_BLOCK
 
 _BITS = 32  # of a word
 
@@ -89,20 +89,11 @@ class Draw(NamedTuple):
 
     def select(self, _: Any, x: Any, *words: Any) -> Any:
         """Returns the elements of `x` that are kept, and 0 for others, by words of decisions."""
-        bits = [element(word.registers[0], 0) for word in words]
-        results = self._by_tile(x.registers).copy()
-        kind = results.flat[0].type.element_type
-        zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
-        chosen: Any = collections.defaultdict(list)
+        places = []
         for i, at in enumerate(self._places()):
-            word, place = divmod(i, _BITS // 2)
-            for lane in range(2):
-                bit = arith.andi(bits[word], constant(1 << place + lane * _BITS // 2))
-                keeps = arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
-                chosen[at].append(arith.select(keeps, element(results[at], lane), zero))
-        for at, values in chosen.items():
-            results[at] = vector.from_elements(results[at].type, values)
-        return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
+            word, first = divmod(i, _BITS // 2)
+            places.append((at, word, (first, first + _BITS // 2)))
+        return selected(x, words, places)
 
     def answers(self, dtype: Any, _: Any, *words: Any) -> Any:
         """Returns which elements are kept, by random words; queries by keys.
@@ -126,7 +117,7 @@ class Draw(NamedTuple):
     def _random(self, rows, columns, key, offset):
         rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)  # r + 8 after r
         key, offset = key.registers[()], offset.registers[()]
-        round_keys = [arith.addi(key, constant(i * KEY_STEP)) for i in range(ROUNDS)]
+        round_keys = keys_of_rounds(key)
         for i, j in self.calls:
             row, column = element(rows[i], 0), element(columns[j], 0)
             t, s = row, column

@@ -1,6 +1,6 @@
-"""The numbers of one call of the generator and the decisions they give, on words of 32 bits in a thread's registers."""
+"""The numbers of one call of the generator, the decisions they give, and what is selected, in a thread's registers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,13 +9,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_fa.softmax.dropout import DECISION_BITS
-from pallas_fa.softmax.philox import MULTIPLIER
+from pallas_fa.softmax.dropout import DECISION_BITS, ROUNDS
+from pallas_fa.softmax.philox import KEY_STEP, MULTIPLIER
 
 THREADS = 128  # of a warpgroup
 # What elements that are kept are multiplied by: the bits of 1 in float16, which comparisons of float16 numbers give. For
 # bfloat16's own 1 numbers would be compared as bfloat16, without the operand modifier for absolute values.
 FACTORS = {"float16": 1.0, "bfloat16": 2.0**-7}
+
+
+def keys_of_rounds(key: Any) -> list[Any]:
+    """Returns what `philox2x32` takes, from the seed `key`."""
+    return [arith.addi(key, constant(i * KEY_STEP)) for i in range(ROUNDS)]
 
 
 def philox2x32(first: Any, second: Any, round_keys: Sequence[Any]) -> tuple[Any, Any]:
@@ -58,6 +63,28 @@ def at_least(word: Any, threshold: int, answer: str = "u32") -> Any:
         bits, test, threshold = arith.xori(word, constant(0x7FFF7FFF)), "lt", 2**DECISION_BITS - threshold
     text = f"{{ .reg .b32 x; abs.f16x2 x, $1; set.{test}.{answer}.f16x2 $0, x, $2; }}"
     return asm(text, bits, constant(threshold * 0x10001))
+
+
+def selected(x: Any, words: Sequence[Any], places: Iterable[tuple[tuple[int, int, int], int, tuple[int, int]]]) -> Any:
+    """Returns the elements of a tile that are kept, and 0 for others.
+
+    Args:
+      x: [rows, columns], in registers of two columns: [rows / 64, columns / 8, row or row + 8].
+      words: of decisions, arrays [128].
+      places: for each register where it is, the number of its word, and the bits of the two columns.
+    """
+    decisions = [element(word.registers[0], 0) for word in words]
+    results = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2).copy()
+    kind = results.flat[0].type.element_type
+    zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
+    for at, word, bits in places:
+        values = []
+        for lane, bit in enumerate(bits):
+            decision = arith.andi(decisions[word], constant(1 << bit))
+            keeps = arith.cmpi(arith.CmpIPredicate.ne, decision, constant(0))
+            values.append(arith.select(keeps, element(results[at], lane), zero))
+        results[at] = vector.from_elements(results[at].type, values)
+    return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
 
 def bytes_of(x: Any, y: Any, which: Any) -> Any:

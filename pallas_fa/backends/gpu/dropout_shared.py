@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_fa.backends.gpu.dropout_numbers import (
     THREADS,
@@ -18,12 +18,13 @@ from pallas_fa.backends.gpu.dropout_numbers import (
     bytes_of,
     constant,
     element,
+    keys_of_rounds,
     numbers,
     per_thread,
     philox2x32,
+    selected,
 )
-from pallas_fa.softmax.dropout import FAR, NEIGHBOUR, ROUNDS
-from pallas_fa.softmax.philox import KEY_STEP
+from pallas_fa.softmax.dropout import FAR, NEIGHBOUR
 
 _COLUMNS = 64  # queries whose decisions are one word of a thread
 
@@ -43,7 +44,7 @@ class SharedDraw(NamedTuple):
         """Returns words of decisions, by positions of rows and columns, the two seeds, and `words` * 128 words of memory."""
         rows, columns = rows.registers.reshape(-1, 2)[:, 0], columns.registers.reshape(-1)  # r + 8 after r
         key, offset = key.registers[()], offset.registers[()]
-        round_keys = [arith.addi(key, constant(i * KEY_STEP)) for i in range(ROUNDS)]
+        round_keys = keys_of_rounds(key)
         # The low bits of a row are those of its key: tiles start at multiples of 32.
         row = element(rows[0], 0)
         is_odd, is_far = (arith.andi(row, constant(bit)) for bit in (NEIGHBOUR, FAR))
@@ -94,19 +95,12 @@ class SharedDraw(NamedTuple):
 
     def select(self, _: Any, x: Any, *words: Any) -> Any:
         """Returns the elements of `x` that are kept, and 0 for others, by words of decisions."""
-        bits = [element(word.registers[0], 0) for word in words]
-        results = x.registers.reshape(self.shape[0] // 64, self.shape[1] // 8, 2).copy()
-        kind = results.flat[0].type.element_type
-        zero = arith.constant(kind, ir.FloatAttr.get(kind, 0.0))
-        for row, column, half in np.ndindex(results.shape):  # in tiles of 64 and 8; r + 8 after r
-            word, place = divmod(column, _COLUMNS // 8)
-            word += row * (self.shape[1] // _COLUMNS)
-            block, partner = divmod(place, 2)
-            values = []
-            for parity in range(2):
-                byte = block // 2 * 2 + parity
-                bit = arith.andi(bits[word], constant(1 << (8 * byte + 4 * (block % 2) + 2 * partner + half)))
-                keeps = arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
-                values.append(arith.select(keeps, element(results[row, column, half], parity), zero))
-            results[row, column, half] = vector.from_elements(results[row, column, half].type, values)
-        return mgpu.FragmentedArray(_registers=results.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
+        return selected(x, words, map(self._place, np.ndindex(x.shape[0] // 64, x.shape[1] // 8, 2)))
+
+    def _place(self, at):
+        """As of `selected`."""
+        row, column, half = at
+        word, place = divmod(column, _COLUMNS // 8)
+        block, partner = divmod(place, 2)
+        first = 16 * (block // 2) + 4 * (block % 2) + 2 * partner + half
+        return at, row * (self.shape[1] // _COLUMNS) + word, (first, first + 8)
