@@ -11,13 +11,15 @@ from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.gpu.warps import any_above, largest_of_thread
 
-# In base 2: probabilities stay below 2^8 before the division, where 16-bit floats and sums in float32 are as good as at 1.
-LAG = 8.0
+# By how much a row's maximum may lag behind, in base 2, by the dtype of the inputs: before the division, probabilities stay
+# below two to this. That is below float16's largest number, and in bfloat16 they are as exact there as at 1. Exponents so far
+# from 0 are rounded more, which float32 would show.
+LAG = {"bfloat16": 60.0, "float16": 15.0, "float32": 8.0}
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
 
 def online_softmax(
-    plan: ForwardCore, x: Any, factor: float, m: Any, l: Any, is_boundary: bool, lags: bool = False
+    plan: ForwardCore, x: Any, factor: float, m: Any, l: Any, is_boundary: bool, lag: float | None = None
 ) -> tuple[Any, ...]:
     """Returns (partial sums, p), then (maximum, rescaling factor) where a maximum is subtracted; all float32.
 
@@ -30,14 +32,14 @@ def online_softmax(
       m: [queries], the maximum so far.
       l: [queries, SUM_COLUMNS], the partial sums so far.
       is_boundary: whether the mask may hide some of the logits.
-      lags: whether the maximum of a row is left as it is unless it would grow by more than `LAG`. Then its factor is 1, and
-        in a warp where no row's maximum grows so much, the largest logits of rows are not even found
+      lag: if not None, the maximum of a row is left as it is unless it would grow by more than this, in base 2. Then its
+        factor is 1, and in a warp where no row's maximum grows so much, the largest logits of rows are not even found
         (evidence: forward/lagging-maximum).
     """
     base_2 = factor * LOG2E
     if not plan.subtract_max:
         p = jnp.exp2(x * base_2)
-        return _plus_columns(l, p), p
+        return plus_columns(l, p), p
     has_score = plan.problem.score is not None
     in_unit = lambda top: top if has_score else top * base_2
     growth = lambda top: (top - m) * base_2 if has_score else top - m
@@ -48,23 +50,23 @@ def online_softmax(
     def raised(m, l):
         top = in_unit(x.max(axis=1))
         new_m = jnp.maximum(m, top)
-        if lags:
-            new_m = jnp.where(growth(top) <= LAG, m, new_m)
+        if lag is not None:
+            new_m = jnp.where(growth(top) <= lag, m, new_m)
         rescale = jnp.exp2((m - of_rows(new_m)) * base_2 if has_score else m - of_rows(new_m))
         return new_m, l * lax.broadcast_in_dim(rescale, l.shape, [0]), rescale
 
     def unchanged(m, l):
         return m, l, plgpu.layout_cast(jnp.ones(m.shape, jnp.float32), PER_ROW)
 
-    if lags:
-        grows = any_above(growth(in_unit(largest_of_thread(x, plan.interpret))), LAG, plan.interpret)
+    if lag is not None:
+        grows = any_above(growth(in_unit(largest_of_thread(x, plan.interpret))), lag, plan.interpret)
         m, l, rescale = lax.cond(grows, raised, unchanged, m, l)
     else:
         m, l, rescale = raised(m, l)
     shifts = lax.broadcast_in_dim(of_rows(m), x.shape, [0])
     # Without a score, one instruction; evidence: forward/exponent-in-one-instruction.
     p = jnp.exp2((x - shifts) * base_2 if has_score else x * base_2 - shifts)
-    return _plus_columns(l, p), p, m, rescale
+    return plus_columns(l, p), p, m, rescale
 
 
 def with_positive_factor(x: Any, factor: float) -> tuple[Any, float]:
@@ -72,9 +74,11 @@ def with_positive_factor(x: Any, factor: float) -> tuple[Any, float]:
     return (x, factor) if factor > 0 else (x * factor, 1.0)
 
 
-def _plus_columns(l, p):
+def plus_columns(l: Any, p: Any) -> Any:
+    """Returns the partial sums `l`, or None for none, plus those of `p`: [queries, SUM_COLUMNS]."""
     for column in range(0, p.shape[1], SUM_COLUMNS):
-        l = l + p[:, column : column + SUM_COLUMNS]
+        part = p[:, column : column + SUM_COLUMNS]
+        l = part if l is None else l + part
     return l
 
 

@@ -36,20 +36,20 @@ def largest_of_thread(x: Any, interpret: bool) -> Any:
 
 
 def any_above(x: Any, bound: float, interpret: bool) -> Any:
-    """Returns whether a number of a row array is above `bound`, or NaN, in a thread of this warp; a bool scalar."""
+    """Returns whether a number of `x`, a row array or a tile, is above `bound`, or NaN, in this warp; a bool scalar."""
     if interpret:
         return jnp.any(~(x <= bound))
 
     def vote(_, x):
-        rows = [_element(row, 0) for row in x.registers.flat]
-        tests = [arith.cmpf(arith.CmpFPredicate.UGT, row, _constant(bound)) for row in rows]
+        numbers = (_element(several, i) for several in x.registers.flat for i in range(several.type.shape[0]))
+        tests = [arith.cmpf(arith.CmpFPredicate.UGT, number, _constant(bound)) for number in numbers]
         mine = arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, tests))
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }"
         found = _asm(ir.IntegerType.get_signless(32), text, "=r,r", mine, has_side_effects=True)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     answer: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    run: Any = plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=answer)(vote)
+    run: Any = plgpu.inline_mgpu(arg_types=(PER_ROW if x.ndim == 1 else TILE,), return_type=answer)(vote)
     return run(x) != 0
 
 

@@ -16,6 +16,7 @@ from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
 from pallas_fa.backends.gpu.periodic_rows import load_repeated
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.gpu.schedule import is_equal
+from pallas_fa.backends.gpu.softmax_by_sums import softmax_by_sums
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import Logits
@@ -210,7 +211,7 @@ class Compute:
 
         def matmuls(x_acc):
             self._issue_products(x_acc, k_slot)
-            like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, jnp.float32), TILE)
+            like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, plan.probability_dtype), TILE)
             like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
             # Without the barrier, the compiler rescales before Q K^T is issued.
             scaled = acc if factor is None else self._rescaled(acc, lax.optimization_barrier(factor))
@@ -222,7 +223,7 @@ class Compute:
             self._let_next_issue()
             x = self._products(x_acc, k_slot, issued)
             logits = self.logits.apply(x, i, is_boundary, visited)
-            results = online_softmax(plan, *logits, m, l, is_boundary, lags=True)
+            results = self._softmax(*logits, m, l, is_boundary)
             if plan.config.pin_softmax:
                 scratch["pin_smem"][self.wg] = results[2 if plan.pins_maximum else 0]
             return results
@@ -241,6 +242,14 @@ class Compute:
             else:
                 factor = rescale
         return acc, factor, m, l, self._weights(p, kept)
+
+    def _softmax(self, x, factor, m, l, is_boundary):
+        """Returns (partial sums, p), then (maximum, rescaling factor) where a maximum is subtracted."""
+        plan = self.plan
+        if not plan.maxima_by_sums:
+            return online_softmax(plan, x, factor, m, l, is_boundary, plan.lag)
+        options = dict(lag=plan.lag, dtype=plan.probability_dtype, interpret=plan.interpret)
+        return softmax_by_sums(x, factor, m, l, is_boundary, **options)
 
     def _rescaled(self, acc, factor):
         return epilogue.times_rows_unless_1(acc, factor, self.plan.interpret)

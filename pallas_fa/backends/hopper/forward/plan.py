@@ -10,6 +10,7 @@ import numpy as np
 from pallas_fa.backends.gpu.dropout_numbers import FACTORS
 from pallas_fa.backends.gpu.forward_plan import ForwardCore, OperandTiles
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
+from pallas_fa.backends.gpu.online_softmax import LAG
 from pallas_fa.backends.gpu.query_blocks import QueryBlocks
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper import pages, products
@@ -148,6 +149,30 @@ class ForwardPlan(ForwardCore):
     def rescales_under_qk(self) -> bool:
         """Whether the sums of P V are rescaled under the next Q K^T."""
         return self.config.rescale_under_qk and self.subtract_max
+
+    @property
+    def lag(self) -> float:
+        """By how much a row's maximum may lag behind, in base 2 (evidence: forward/lagging-maximum)."""
+        return LAG[self.problem.dtype.name]
+
+    @property
+    def maxima_by_sums(self) -> bool:
+        """Whether row sums say where a maximum must be raised, and not the largest logits.
+
+        Not with a score, which may put off every maximum step by step; nor where two warpgroups' registers are those of
+        three, or operands have parts (evidence: forward/maxima-by-sums).
+        """
+        is_plain = self.subtract_max and self.problem.score is None and products.parts_of(self.problem) == 1
+        return is_plain and self.config.compute_wgs < 3
+
+    @property
+    def probability_dtype(self) -> np.dtype:
+        """The dtype of the probabilities that a step hands to the next one, which rounds them if these are float32.
+
+        Those that dropout selects from are rounded at once: its random words need the registers.
+        """
+        packs = self.maxima_by_sums and self.problem.dropout is not None
+        return self.problem.dtype if packs else np.dtype(np.float32)
 
     @property
     def pins_maximum(self) -> bool:
