@@ -230,6 +230,24 @@ def test_persistent_ctas_are_accurate(case, config, check):
     check(case, "mosaic_gpu", gradients=True, config=config)
 
 
+@pytest.mark.parametrize("growth", (2, 9, 62, 300))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize(("H", "dropout_rate"), ((64, 0.0), (128, 0.0), (128, 0.1), (256, 0.0)))
+def test_maxima_that_grow(growth, is_causal, dtype, H, dropout_rate):
+    """From one block of 128 keys to the next, in base 2, by more and by less than they may lag behind."""
+    T, rng = 1100, np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, T, 1, H)).astype(jnp.dtype(dtype)) for _ in range(3))
+    q[..., 0], k[..., 0] = H**0.5, (growth * np.log(2) * (np.arange(T) // 128))[:, None]
+    options = dict(dropout_rate=dropout_rate, dropout_key=np.array([0, 1], np.uint32)) if dropout_rate else {}
+    attend = functools.partial(pallas_fa.dot_product_attention, is_causal=is_causal, return_residual=True, **options)
+    out, lse = jax.jit(functools.partial(attend, implementation="mosaic_gpu"))(q, k, v)
+    with jax.enable_x64(True):
+        true_out, true_lse = attend(*(x.astype(np.float64) for x in (q, k, v)), implementation="reference")
+    np.testing.assert_allclose(out, true_out, atol=3e-2 if dtype == "bfloat16" else 5e-3)
+    np.testing.assert_allclose(lse, true_lse, rtol=2e-6, atol=1e-5)
+
+
 FEW_KEYS = tuple(
     Case(T, S, "full", "plain", dtype, N=6, K=2, H=H, Hv=H, **options)
     for T, H in ((1100, 64), (2100, 128))
