@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation("backends/gpu/schedule.py", "intervals.minimum(hi // block, last)", "last", SCHEDULE),
     Mutation("backends/gpu/online_softmax.py", "l * lax.broadcast_in_dim(rescale, l.shape, [0])", "l", FORWARD),
     Mutation("backends/gpu/online_softmax.py", "growth(top) <= lag, m, new_m", "growth(top) <= lag, new_m, m", FORWARD),
-    Mutation("backends/gpu/softmax_by_sums.py", "jnp.where(fits, m,", "jnp.where(fits, jnp.maximum(m, 0),", FORWARD),
+    Mutation("backends/gpu/softmax_by_sums.py", "l * lax.broadcast_in_dim(rescale, l.shape, [0])", "l", FORWARD),
     Mutation("backends/gpu/softmax_by_sums.py", "any_above(sums, largest_sum", "any_above(sums, jnp.inf", FORWARD),
     Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
     Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),

@@ -235,10 +235,10 @@ def test_persistent_ctas_are_accurate(case, config, check):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize(("H", "dropout_rate"), ((64, 0.0), (128, 0.0), (128, 0.1), (256, 0.0)))
 def test_maxima_that_grow(growth, is_causal, dtype, H, dropout_rate):
-    """From one block of 128 keys to the next, in base 2, by more and by less than they may lag behind."""
+    """From one block of 128 keys to the one visited next, in base 2, by more and by less than they may lag behind."""
     T, rng = 1100, np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, T, 1, H)).astype(jnp.dtype(dtype)) for _ in range(3))
-    q[..., 0], k[..., 0] = H**0.5, (growth * np.log(2) * (np.arange(T) // 128))[:, None]
+    q[..., 0], k[..., 0] = H**0.5, (growth * np.log(2) * (np.arange(T)[::-1] // 128))[:, None]
     options = dict(dropout_rate=dropout_rate, dropout_key=np.array([0, 1], np.uint32)) if dropout_rate else {}
     attend = functools.partial(pallas_fa.dot_product_attention, is_causal=is_causal, return_residual=True, **options)
     out, lse = jax.jit(functools.partial(attend, implementation="mosaic_gpu"))(q, k, v)

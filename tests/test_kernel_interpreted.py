@@ -179,19 +179,21 @@ def test_a_large_negative_bias_is_a_mask(forbidden):
 @pytest.mark.parametrize("with_bias", (False, True))
 @pytest.mark.parametrize("late", (pytest.param(False, marks=pytest.mark.full), True))
 @pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float16", marks=pytest.mark.full)))
-def test_maxima_that_grow(growth, with_bias, late, dtype):
+@pytest.mark.parametrize(("H", "block_kv"), ((64, 64), (128, 128)))
+def test_maxima_that_grow(growth, with_bias, late, dtype, H, block_kv):
     """By less than `LAG` a step, which adds up, and by more; where probabilities would overflow, too."""
-    inputs = dataclasses.replace(BASE, T=64, S=512, dtype=dtype).inputs()
+    inputs = dataclasses.replace(BASE, T=64, S=512, H=H, Hv=H, dtype=dtype).inputs()
     q, k, v = inputs.qkv
-    config = Config(forward=ForwardConfig(compute_wgs=2, block_kv=64, rescale_under_qk=late))
-    # Logits in base 2 grow by so much from one block of 64 keys to the next, and for odd queries back again at the end.
-    block = np.arange(512) // 64
+    config = Config(forward=ForwardConfig(compute_wgs=2, block_kv=block_kv, rescale_under_qk=late))
+    # Logits in base 2 grow by so much from one block of 64 keys to the next, and for odd queries back again at the end. The
+    # last keys are visited first.
+    block = np.arange(512)[::-1] // 64
     rises = growth * np.where(np.arange(64)[:, None] % 2, np.minimum(block, 7 - block), block) * np.log(2)
     if with_bias:
         problem, operands = normalise(q, k, v, bias=rises.astype(np.float32), config=config)
     else:  # by one more column of q and k
         q, k = (np.array(x, np.float32) for x in (q, k))
-        q[..., 0], k[..., 0] = 64**0.5, (growth * block * np.log(2))[None, :, None]
+        q[..., 0], k[..., 0] = H**0.5, (growth * block * np.log(2))[None, :, None]
         problem, operands = normalise(*(np.asarray(x, v.dtype) for x in (q, k)), v, config=config)
     assert_right_and_free_of_races(problem, operands)
 

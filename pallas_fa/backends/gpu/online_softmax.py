@@ -12,7 +12,7 @@ from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.gpu.warps import any_above, largest_of_thread
 
 # By how much a row's maximum may lag behind, in base 2, by the dtype of the inputs: before the division, probabilities stay
-# below two to this. That is below float16's largest number, and in bfloat16 they are as exact there as at 1. So large exponents
+# below two to this. That is below float16's largest number, and bfloat16 is as exact there as at 1. Exponents so far from 0
 # are rounded more, which float32 would show.
 LAG = {"bfloat16": 60.0, "float16": 15.0, "float32": 8.0}
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end

@@ -17,20 +17,17 @@ from pallas_fa.backends.gpu.online_softmax import plus_columns
 from pallas_fa.backends.gpu.registers import rounded
 from pallas_fa.backends.gpu.warps import any_above
 
-# Below the largest number of exp2(x - m) where m is -inf so far, and above all others.
-_LOWEST = -3e38
-
 
 def softmax_by_sums(
-    x: Any, factor: float, m: Any, l: Any, is_boundary: bool, *, lag: float, dtype: Any, interpret: bool
+    x: Any, factor: float, m: Any, l: Any, *, lag: float, dtype: Any, interpret: bool
 ) -> tuple[Any, ...]:
-    """As `online_softmax` without a score: returns (partial sums, p, maximum, rescaling factor).
+    """As `online_softmax` without a score, where no mask hides logits: returns (partial sums, p, maximum, rescaling factor).
 
     A row's maximum is raised where one of the partial sums of this step is above 2^lag, in base 2. Only then are the
-    probabilities of its warp computed again, and only such rows have others.
+    probabilities of its warp computed again, and only such rows get others.
 
     Args:
-      x, factor, m, l, is_boundary: as of `online_softmax`.
+      x, factor, m, l: as of `online_softmax`.
       lag: see above.
       dtype: of p; 16-bit floats are rounded here, and not where p is used.
       interpret: for JAX's GPU interpret mode.
@@ -38,8 +35,7 @@ def softmax_by_sums(
     base_2, largest_sum = factor * LOG2E, 2.0**lag
     as_dtype = lambda p: p if dtype == jnp.float32 else rounded(p, dtype, interpret)
     probabilities = lambda x, shift: jnp.exp2(x * base_2 - lax.broadcast_in_dim(shift, x.shape, [0]))
-    # Where a row has seen no key, logits that are -inf give 0, others infinity.
-    p = probabilities(x, jnp.maximum(m, _LOWEST) if is_boundary else m)
+    p = probabilities(x, m)  # infinity in rows that have seen no key
     sums = plus_columns(None, p)
     p = as_dtype(p)  # before the vote: else both forms are in registers there
 

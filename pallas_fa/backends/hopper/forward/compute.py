@@ -211,7 +211,9 @@ class Compute:
 
         def matmuls(x_acc):
             self._issue_products(x_acc, k_slot)
-            like_p = plgpu.layout_cast(jnp.zeros(p[0].shape, plan.probability_dtype), TILE)
+            like_p = plgpu.layout_cast(
+                jnp.zeros(p[0].shape, jnp.float32 if is_boundary else plan.probability_dtype), TILE
+            )
             like = (l, like_p, m, m) if plan.subtract_max else (l, like_p)
             # Without the barrier, the compiler rescales before Q K^T is issued.
             scaled = acc if factor is None else self._rescaled(acc, lax.optimization_barrier(factor))
@@ -246,10 +248,10 @@ class Compute:
     def _softmax(self, x, factor, m, l, is_boundary):
         """Returns (partial sums, p), then (maximum, rescaling factor) where a maximum is subtracted."""
         plan = self.plan
-        if not plan.maxima_by_sums:
+        if is_boundary or not plan.maxima_by_sums:
             return online_softmax(plan, x, factor, m, l, is_boundary, plan.lag)
-        options = dict(lag=plan.lag, dtype=plan.probability_dtype, interpret=plan.interpret)
-        return softmax_by_sums(x, factor, m, l, is_boundary, **options)
+        dtype = plan.probability_dtype
+        return softmax_by_sums(x, factor, m, l, lag=plan.lag, dtype=dtype, interpret=plan.interpret)
 
     def _rescaled(self, acc, factor):
         return epilogue.times_rows_unless_1(acc, factor, self.plan.interpret)

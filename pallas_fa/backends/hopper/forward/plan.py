@@ -157,13 +157,15 @@ class ForwardPlan(ForwardCore):
 
     @property
     def maxima_by_sums(self) -> bool:
-        """Whether row sums say where a maximum must be raised, and not the largest logits.
+        """Whether row sums say where a maximum must be raised, and not the largest logits, where no mask hides logits.
 
-        Not with a score, which may put off every maximum step by step; nor where two warpgroups' registers are those of
-        three, or operands have parts (evidence: forward/maxima-by-sums).
+        Not with a score, by which maxima may have to be raised in every step. Only where it is faster
+        (evidence: forward/maxima-by-sums).
         """
-        is_plain = self.subtract_max and self.problem.score is None and products.parts_of(self.problem) == 1
-        return is_plain and self.config.compute_wgs < 3
+        problem, c = self.problem, self.config
+        is_plain = self.subtract_max and problem.score is None and products.parts_of(problem) == 1
+        is_faster = (c.compute_wgs, c.block_kv) == (2, 128) and 96 < problem.H <= 128 and 96 < problem.Hv <= 128
+        return is_plain and is_faster
 
     @property
     def probability_dtype(self) -> np.dtype:
