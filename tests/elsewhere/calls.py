@@ -70,6 +70,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
             if head_dim in (64, 128):
                 yield from _hopper_dropout(gpu, head_dim, causal)
                 yield from _hopper_windows(gpu, head_dim) if causal else _hopper_few_keys(gpu, head_dim)
+            if head_dim == 128:
+                yield from _hopper_long(gpu, head_dim, causal)
 
 
 def _arrays(head_dim):
@@ -179,6 +181,16 @@ def _hopper(gpu, head_dim, causal):
         if hopper_backward.why_no_backward(problem, gpu) is None:
             run = functools.partial(_hopper_backward, problem, gpu)
             yield Call("hopper backward", head_dim, tiles, causal, run, (x, x, x, x, row, x, row))
+
+
+def _hopper_long(gpu, head_dim, causal):
+    """Sequences for which row sums take the place of maxima under a mask, too, in the tiles chosen for them."""
+    x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
+    plain = lambda q, k, v: normalise(q, k, v, is_causal=causal)
+    for name, normalised in ("long", plain), ("long, dropout", functools.partial(_with_dropout, causal)):
+        tiles = hopper_choose_forward(_problem_of(normalised, x, x, x), gpu).config
+        run = lambda *qkv, normalised=normalised: hopper_forward.forward(*normalised(*qkv), gpu)
+        yield Call(f"hopper forward, {name}", head_dim, tiles, causal, run, (x, x, x))
 
 
 def _hopper_dropout(gpu, head_dim, causal):
