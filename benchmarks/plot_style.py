@@ -21,6 +21,7 @@ _COLOURS = {
     "pallas_fa:mosaic_gpu": "#D55E00",
     "pallas_fa:None": "#D55E00",
     "pallas_fa:xla": "#E69F00",
+    "pallas_fa:mma": "#8B1A1A",
     "pallas_fa:reference": "#F0D9A0",
     "jax.nn:cudnn": "#009E73",
     "jax.nn:xla": "#999999",
