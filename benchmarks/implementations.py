@@ -1,7 +1,7 @@
 """What is measured: this library's implementations and its peers, each as a function of one workload's arrays.
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
-`tokamax:mosaic`, `dew_flash_attn:fa3`. The form says how a peer is given the mask: without one, by the flags it has
+`tokamax:mosaic`, `dew_flash_attn:fa3`, `cudnn:jax` (`cudnn.py`). The form says how a peer is given the mask: without one, by the flags it has
 (causal, window) and a bool array for what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive
 array; for our own, `+intervals`, all in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the
 mask as a block mask. Our own `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import flash_attn3
+from benchmarks import cudnn, flash_attn3
 from benchmarks.patterns import PATTERNS
 from benchmarks.workloads import Workload
 
@@ -29,7 +29,9 @@ BACKENDS = {
     "einsum": ("xla",),  # what users write where jax.nn has no argument for it
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
     "dew_flash_attn": ("fa3",),
+    "cudnn": ("jax",),
 }
+_WITHOUT_FORMS = {"dew_flash_attn": flash_attn3.attend, "cudnn": cudnn.attend}
 BY_HAND = ("tokamax", "dew_flash_attn")  # installed by hand
 TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
@@ -56,10 +58,15 @@ class Implementation:
         masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
         return masked or self.form not in (*MASK_FORMS, "blocks")
 
+    @property
+    def computes_the_workload(self) -> bool:
+        """Whether results can be compared with the truth: not `+without` a part of the call, nor with another's dropout."""
+        return self.form != "without" and self.library != "cudnn"
+
     def masks(self, workload: Workload) -> dict[str, Any]:
         """The mask arrays that this implementation takes, or a mask that holds them; they get no gradients."""
         w = workload
-        if self.library == "dew_flash_attn":
+        if self.library in _WITHOUT_FORMS:
             return {}
         if self.form == "intervals":
             if w.pattern:
@@ -95,8 +102,8 @@ class Implementation:
             return jax.vmap(of_one)(arrays)
         if self.library == "einsum":
             return _einsum(w, arrays)
-        if self.library == "dew_flash_attn":
-            return flash_attn3.attend(w, arrays)
+        if self.library in _WITHOUT_FORMS:
+            return _WITHOUT_FORMS[self.library](w, arrays)
         keywords = self.keywords(w, arrays, masks)
         if w.layout == "BTNH" or self.form != "without":
             return _function(self.library)(**keywords, implementation=self.backend)
@@ -174,7 +181,7 @@ def parse(name: str) -> Implementation:
     """The implementation called `name`."""
     library, _, rest = name.partition(":")
     backend, _, form = rest.partition("+")
-    forms = FORMS if library == "pallas_fa" else ("",) if library == "dew_flash_attn" else ("", "dense", "bias")
+    forms = FORMS if library == "pallas_fa" else ("",) if library in _WITHOUT_FORMS else ("", "dense", "bias")
     known = library in BACKENDS and form in forms
     if not known or not backend:
         raise ValueError(

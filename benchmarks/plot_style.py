@@ -24,6 +24,7 @@ _COLOURS = {
     "pallas_fa:mma": "#8B1A1A",
     "pallas_fa:reference": "#F0D9A0",
     "jax.nn:cudnn": "#009E73",
+    "cudnn:jax": "#5B8C5A",
     "jax.nn:xla": "#999999",
     "tokamax:mosaic": "#0072B2",
     "dew_flash_attn:fa3": "#CC79A7",

@@ -45,7 +45,11 @@ def suites() -> dict[str, Suite]:
         "hopper-forward-masks": Suite(tuple(hopper_workloads.masked()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(hopper_workloads.masked()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "operands": Suite(
-            tuple(hopper_workloads.operands()), both, (*_WITHOUT, "dew_flash_attn:fa3"), _WITHOUT[1], chained=True
+            tuple(hopper_workloads.operands()),
+            both,
+            (*_WITHOUT, "dew_flash_attn:fa3", "cudnn:jax"),
+            _WITHOUT[1],
+            chained=True,
         ),
         "hopper-documents": Suite(
             tuple(hopper_workloads.documents()),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from benchmarks import decode, flash_attn3, measure, processes, rows, run, tune
+from benchmarks import cudnn, decode, flash_attn3, measure, processes, rows, run, tune
 from benchmarks.decode_steps import Step, attend
 from benchmarks.implementations import parse
 from benchmarks.suites import suites
@@ -242,6 +242,11 @@ def test_processes_need_memory_that_they_can_share(tmp_path, monkeypatch):
 def test_what_flash_attention_3_lacks_is_named():
     with pytest.raises(NotImplementedError, match="^dew_flash_attn has no soft cap$"):
         flash_attn3.attend(self_attention("capped", 1, 24, 2, 8, soft_cap=2.0), {})
+
+
+def test_cudnn_is_there_for_dropout_alone():
+    with pytest.raises(NotImplementedError, match="^cudnn:jax is here for dropout alone"):
+        cudnn.attend(self_attention("plain", 1, 24, 2, 8), {})
 
 
 def test_wrong_names_are_explained():
