@@ -86,6 +86,29 @@ def test_interpreted_kernel_is_right_and_free_of_races(name, monkeypatch):
     assert_right_and_free_of_races(problem, operands, kernel.attention)
 
 
+def growing(growth, B, S, N):
+    """(query, cache) whose logits, in base 2, grow from one block of 64 keys to the next that is visited.
+
+    Pairs of blocks are visited from right to left; the left one of a pair is the first warpgroup's. It has the larger
+    logits for heads 0 and 1 of each four, the other for 2 and 3; for odd heads logits grow only so far as the middle. The
+    columns that say so are no values.
+    """
+    query, cache = (np.array(normal(*shape)) for shape in ((B, 1, N, H), (B, S, H)))
+    visit = np.arange(S)[::-1] // 64
+    rises = [x ^ swapped for swapped in (0, 1) for x in (visit, np.minimum(visit, visit[0] - visit))]
+    query[..., -4:] = np.eye(4)[np.arange(N) % 4] / SCALE
+    cache[..., -4:] = growth * np.log(2) * np.stack(rises, axis=-1)
+    return tuple(jnp.asarray(x, jnp.bfloat16) for x in (query, cache))
+
+
+@pytest.mark.parametrize("growth", [11, 25, 62, 300])
+def test_maxima_that_grow(growth, monkeypatch):
+    """By less than `LAG` a block, which adds up, and by more; where probabilities would overflow, too."""
+    monkeypatch.setattr(MlaPlan, "of", lambda problem, gpu, interpret: MlaPlan(problem, 1, interpret))
+    problem, operands = mla._normalise(*growing(growth, 1, 512, 8), scale=SCALE)
+    assert_right_and_free_of_races(problem, operands, kernel.attention)
+
+
 SHAPES = jax.ShapeDtypeStruct((64, 1, 128, H), jnp.bfloat16), jax.ShapeDtypeStruct((64, 8192, H), jnp.bfloat16)
 LENGTHS = jax.ShapeDtypeStruct((64,), jnp.int32)
 
@@ -144,10 +167,24 @@ def test_errors_teach(changes, error, match):
     [(64, 1, 2048, 128, None), (2, 1, 4096, 128, [0, 4000]), (3, 4, 1000, 16, [1, 70, 1000]), (1, 2, 64, 72, None)],
 )
 def test_the_compiled_kernel_is_accurate(B, T, S, N, lengths):
-    """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
     query, cache = normal(B, T, N, H, dtype=jnp.bfloat16), normal(B, S, H, dtype=jnp.bfloat16)
     lengths = np.array(lengths, np.int32) if lengths else np.full(B, S, np.int32)
     padding = np.arange(S)[None, :, None] >= lengths[:, None, None]
+    assert_accurate(query, cache, jnp.where(padding, jnp.nan, cache), lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("growth", [11, 25, 62, 300])
+def test_compiled_maxima_that_grow(growth):
+    query, cache = growing(growth, 2, 2048, 128)
+    assert_accurate(query, cache, cache, None)
+
+
+def assert_accurate(query, cache, given, lengths):
+    """At most twice the error of xla, and one rounding, against the same in float32; and the same twice.
+
+    `given`: the cache that the kernel gets.
+    """
 
     def call(implementation, dtype, cache):
         fn = jax.jit(
@@ -158,7 +195,6 @@ def test_the_compiled_kernel_is_accurate(B, T, S, N, lengths):
         return [np.asarray(x, np.float64) for x in fn(query.astype(dtype), cache.astype(dtype))]
 
     truth, xla = call("reference", jnp.float32, cache), call("xla", jnp.bfloat16, cache)
-    given = jnp.where(padding, jnp.nan, cache)
     ours, again = call("mosaic_gpu", jnp.bfloat16, given), call("mosaic_gpu", jnp.bfloat16, given)
     for want, theirs, got, same in zip(truth, xla, ours, again, strict=True):
         np.testing.assert_array_equal(got, same)

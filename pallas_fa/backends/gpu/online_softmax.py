@@ -1,6 +1,6 @@
 """The online softmax of a query block: of one tile of logits after another, and what remains at the end."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +10,7 @@ from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.forward_plan import ForwardCore
 from pallas_fa.backends.gpu.layouts import PER_ROW
 from pallas_fa.backends.gpu.warps import any_above, largest_of_thread
+from pallas_fa.problem import Problem
 
 # By how much a row's maximum may lag behind, in base 2, by the dtype of the inputs: before the division, probabilities stay
 # below two to this. That is below float16's largest number, and bfloat16 is as exact there as at 1. Exponents so far from 0
@@ -18,8 +19,21 @@ LAG = {"bfloat16": 60.0, "float16": 15.0, "float32": 8.0}
 SUM_COLUMNS = 8  # row sums are kept as partial sums over 8 columns, and added up once at the end
 
 
+class SoftmaxPlan(Protocol):
+    """What `online_softmax` knows of a kernel."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+    @property
+    def interpret(self) -> bool: ...
+
+    @property
+    def subtract_max(self) -> bool: ...
+
+
 def online_softmax(
-    plan: ForwardCore, x: Any, factor: float, m: Any, l: Any, is_boundary: bool, lag: float | None = None
+    plan: SoftmaxPlan, x: Any, factor: float, m: Any, l: Any, is_boundary: bool, lag: float | None = None
 ) -> tuple[Any, ...]:
     """Returns (partial sums, p), then (maximum, rescaling factor) where a maximum is subtracted; all float32.
 

@@ -2,9 +2,9 @@
 
 Both hold the same 64 query heads, and each half of the output's columns: all of it would not fit the registers of one. In a
 step each computes the logits and probabilities of one of two key blocks, and hands its probabilities to the other through
-shared memory. The maximum passes from the first warpgroup to the second and back, so that the first takes its
-exponentials, and issues its first P V, while the second's logits are still computed ("seesaw" scheduling of FlashMLA,
-DeepSeek, 2025).
+shared memory. Both add P V of the first warpgroup's block, then of the second's. So the maximum passes from the first to the
+second and back, and the second takes its exponentials while its first P V is under way. That two warpgroups share
+probabilities is from FlashMLA (DeepSeek, 2025); there each begins with its own.
 """
 
 from typing import Any
@@ -15,13 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.elementwise import LOG2E
+from pallas_fa.backends.gpu.layouts import PER_ROW, TILE
+from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS, online_softmax
 from pallas_fa.backends.gpu.registers import opaque
+from pallas_fa.backends.hopper.forward.epilogue import times_rows_unless_1
 from pallas_fa.backends.hopper.mla.plan import HALF, HALVES, KEYS, PIECES, ROWS, MlaPlan
 from pallas_fa.backends.hopper.mla.work import Work
 from pallas_fa.backends.hopper.wgmma import Wgmma
 
-TILE = plgpu.Layout.WGMMA
-_PER_ROW = TILE.reduce(1)
 _ROW_SUMS = 2  # where those of both warpgroups start in `rows_smem`, after the maxima
 
 
@@ -32,15 +33,14 @@ class Warpgroup:
         self.plan, self.work, self.wg, self.gmem, self.scratch = plan, work, wg, gmem, scratch
         self.wgmma = Wgmma(plan.interpret)
         self.half = HALVES[wg]
-        self.unit = plan.problem.scale * LOG2E
 
     def run(self) -> None:
         """Attends to all keys and stores the results."""
         plgpu.barrier_wait(self.scratch["q_ready"])
-        self.q_rope = plgpu.load(self.scratch["p_smem"].at[0], layout=TILE)
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), TILE)
-        per_row = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), _PER_ROW)
-        carry = self._step(0, (zeros, per_row(-jnp.inf), per_row(0.0)), is_boundary=True)
+        self.q_rope = plgpu.load(self.scratch["p_smem"].at[1], layout=TILE)
+        acc, l = (plgpu.layout_cast(jnp.zeros((ROWS, n), jnp.float32), TILE) for n in (HALF, SUM_COLUMNS))
+        m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW)
+        carry = self._step(0, (acc, m, l), is_boundary=True)
         carry = lax.fori_loop(1, self.work.steps, lambda i, carry: self._step(i, carry, is_boundary=False), carry)
         self._finish(*carry)
 
@@ -53,10 +53,10 @@ class Warpgroup:
         scratch, slot = self.scratch, self._slot(self.wg)
 
         def products(acc):
-            for name in ("rope", self.half, HALVES[1 - self.wg]):  # in the order in which they arrive
+            for name in PIECES:  # in the order in which they arrive
                 start, size = PIECES[name]
                 plgpu.barrier_wait(scratch[f"{name}_ready"].at[slot])
-                q = self.q_rope if name == "rope" else scratch["q_smem"].at[:, pl.ds(start, size)]
+                q = self.q_rope if name == "rope" else scratch["q_smem"].at[self._slot(0), :, pl.ds(start, size)]
                 self.wgmma.matmul(acc, q, scratch[f"{name}_smem"].at[slot], transpose_b=True)
             return self.wgmma.result(acc, in_flight=0)
 
@@ -70,54 +70,51 @@ class Warpgroup:
     def _first(self, x, carry, i, is_boundary):
         """A step of the first warpgroup."""
         acc, m, l = carry
-        own_m = jnp.maximum(m, x.max(axis=1) * self.unit)
-        self._announce(own_m)
-        p = self._exp2(x * self.unit, own_m, is_boundary)
-        acc, p_operand = self._times(acc, self._exp2(m, own_m, is_boundary)), p.astype(self.plan.problem.dtype)
-        self._zero_padding(i, 0, is_boundary)
-
-        def body(accs):
-            self.wgmma.matmul(accs[0], p_operand, self._values(0))
-            new_m = self._announced()
-            rescale = self._exp2(own_m, new_m, is_boundary)
-            rescaled = self._times(p, rescale)
-            self._hand_over(rescaled)
-            return new_m, rescale, l * self._exp2(m, new_m, is_boundary) + rescaled.sum(axis=1)
-
-        (acc,), (m, rescale, l) = self.wgmma.updated(body, (acc,), like=(m, m, l))
-        plgpu.barrier_arrive(self.scratch["left_free"].at[0])
-        acc = self._others_values(self._times(acc, rescale), i, is_boundary)
-        return acc, m, l
+        l, p, m, rescale = self._softmax(x, m, l, is_boundary)
+        p = p.astype(self.plan.problem.dtype)
+        hand_over = lambda: self._hand_over(p, m)
+        acc, _ = self._plus_products(self._rescaled(acc, rescale), p, i, 0, is_boundary, hand_over)
+        m, rescale = self._received(1, m, is_boundary)
+        acc, _ = self._plus_products(self._rescaled(acc, rescale), None, i, 1, is_boundary)
+        return acc, m, self._times(l, rescale)
 
     def _second(self, x, carry, i, is_boundary):
         """A step of the second warpgroup."""
         acc, m, l = carry
-        new_m = jnp.maximum(self._announced(), x.max(axis=1) * self.unit)
-        self._announce(new_m)
-        p, rescale = self._exp2(x * self.unit, new_m, is_boundary), self._exp2(m, new_m, is_boundary)
-        acc, p_operand = self._times(acc, rescale), p.astype(self.plan.problem.dtype)
-        self._zero_padding(i, 1, is_boundary)
+        m, rescale = self._received(0, m, is_boundary)
+        l = self._times(l, rescale)
+
+        def softmax():
+            new_l, p, new_m, rescale = self._softmax(x, m, l, is_boundary)
+            self._hand_over(p.astype(self.plan.problem.dtype), new_m)
+            return new_l, new_m, rescale
+
+        acc = self._rescaled(acc, rescale)
+        acc, (l, m, rescale) = self._plus_products(acc, None, i, 0, is_boundary, softmax, like=(l, m, m))
+        # Its own, too, from shared memory: ptxas serialises matmuls whose operands in registers are made while one is in
+        # flight (evidence: forward/probabilities-after-the-wait).
+        acc, _ = self._plus_products(self._rescaled(acc, rescale), None, i, 1, is_boundary)
+        return acc, m, l
+
+    def _softmax(self, x, m, l, is_boundary):
+        lag = None if is_boundary else self.plan.lag
+        return online_softmax(self.plan, x, self.plan.problem.scale, m, l, is_boundary, lag)
+
+    def _plus_products(self, acc, p, i, slot, is_boundary, meanwhile=lambda: (), like=()):
+        """Adds P V of a key block, calls `meanwhile` before it is done, then releases this warpgroup's half of the values.
+
+        `p`: None for probabilities in shared memory. Returns (sums, results of `meanwhile`, which have the types of `like`).
+        """
+        self._zero_padding(i, slot, is_boundary)
 
         def body(accs):
-            self.wgmma.matmul(accs[0], p_operand, self._values(1))
-            self._hand_over(p)
+            operand = self.scratch["p_smem"].at[self._slot(slot)] if p is None else p
+            self.wgmma.matmul(accs[0], operand, self._values(slot))
+            return meanwhile()
 
-        (acc,), _ = self.wgmma.updated(body, (acc,))
-        plgpu.barrier_arrive(self.scratch["right_free"].at[1])
-        return self._others_values(acc, i, is_boundary), new_m, l * rescale + p.sum(axis=1)
-
-    def _others_values(self, acc, i, is_boundary):
-        """Adds P V of the other warpgroup's key block."""
-        other = 1 - self.wg
-        plgpu.barrier_wait(self.scratch["p_ready"].at[other])
-        self._zero_padding(i, other, is_boundary)
-
-        def body(accs):
-            self.wgmma.matmul(accs[0], self.scratch["p_smem"].at[other], self._values(other))
-
-        (acc,), _ = self.wgmma.updated(body, (acc,))
-        plgpu.barrier_arrive(self.scratch[f"{self.half}_free"].at[other])
-        return acc
+        (acc,), results = self.wgmma.updated(body, (acc,), like=like)
+        plgpu.barrier_arrive(self.scratch[f"{self.half}_free"].at[slot])
+        return acc, results
 
     def _values(self, slot):
         return self.scratch[f"{self.half}_smem"].at[self._slot(slot)]
@@ -126,28 +123,23 @@ class Warpgroup:
         """`slot`, but such that compilers compute the descriptors of matmuls from it anew in each step (see `opaque`)."""
         return opaque(jnp.int32(slot), self.plan.interpret)
 
-    def _announce(self, m):
-        """Lets the other warpgroup see the maxima."""
+    def _hand_over(self, p, m):
+        """Stores probabilities for matmuls, and the maxima that are subtracted in them."""
         self.scratch["rows_smem"][self.wg] = m
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch["max_ready"].at[self.wg])
-
-    def _announced(self):
-        other = 1 - self.wg
-        plgpu.barrier_wait(self.scratch["max_ready"].at[other])
-        return plgpu.load(self.scratch["rows_smem"].at[other], layout=_PER_ROW)
-
-    def _hand_over(self, p):
-        """Stores probabilities for the other warpgroup's matmul."""
-        self.scratch["p_smem"][self.wg] = p.astype(self.plan.problem.dtype)
+        self.scratch["p_smem"][self.wg] = p
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch["p_ready"].at[self.wg])
 
-    @staticmethod
-    def _exp2(x, m, is_boundary):
-        """2^(x - m), 0 where both are -inf: before the first keys, and in a part without keys."""
-        shift = jnp.where(m == -jnp.inf, 0.0, m) if is_boundary else m
-        return jnp.exp2(x - (lax.broadcast_in_dim(shift, x.shape, [0]) if x.ndim > 1 else shift))
+    def _received(self, wg, m, is_boundary):
+        """Waits for what warpgroup `wg` hands over; returns (its maxima, the factor of sums whose maxima were `m`)."""
+        plgpu.barrier_wait(self.scratch["p_ready"].at[wg])
+        new_m = plgpu.load(self.scratch["rows_smem"].at[wg], layout=PER_ROW)
+        # Both are -inf in a part without keys, whose sums are 0.
+        shift = jnp.where(new_m == -jnp.inf, 0.0, new_m) if is_boundary else new_m
+        return new_m, jnp.exp2(m - shift)
+
+    def _rescaled(self, acc, factor):
+        return times_rows_unless_1((acc,), factor, self.plan.interpret)[0]
 
     @staticmethod
     def _times(x, factor):
@@ -172,11 +164,12 @@ class Warpgroup:
     def _finish(self, acc, m, l):
         """Divides by the row sums of both warpgroups, and stores output and log-sum-exp."""
         plan, work, rows = self.plan, self.work, self.scratch["rows_smem"]
+        l = l.sum(axis=1)
         rows[_ROW_SUMS + self.wg] = l
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch["done"])
         plgpu.barrier_wait(self.scratch["done"])  # and nothing uses keys any more
-        total = l + plgpu.load(rows.at[_ROW_SUMS + 1 - self.wg], layout=_PER_ROW)
+        total = l + plgpu.load(rows.at[_ROW_SUMS + 1 - self.wg], layout=PER_ROW)
         empty = total == 0
         acc = self._times(acc, jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, total)))
         out = self.scratch[f"out_{self.half}_smem"]

@@ -9,14 +9,14 @@ from pallas_fa.backends.hopper.mla.plan import HV, KEYS, PIECES, ROWS, H
 from pallas_fa.backends.hopper.mla.work import Work
 
 # In the order in which the warpgroups release the pieces of a pair of key blocks.
-_ORDER = ("rope", 0), ("rope", 1), ("left", 0), ("right", 1), ("right", 0), ("left", 1)
+_ORDER = ("rope", 0), ("left", 0), ("rope", 1), ("right", 0), ("left", 1), ("right", 1)
 
 
 def load(work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
     """Loads the queries, then the pieces of all key blocks, pair after pair."""
     query, rows = gmem.q.at[work.query], pl.ds(work.row_block * ROWS, ROWS)
-    plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(HV, H - HV)], scratch["p_smem"].at[0], scratch["q_ready"])
-    plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(0, HV)], scratch["q_smem"], scratch["q_ready"])
+    plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(HV, H - HV)], scratch["p_smem"].at[1], scratch["q_ready"])
+    plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(0, HV)], scratch["q_smem"].at[0], scratch["q_ready"])
 
     @pl.loop(0, work.steps)
     def _(i):

@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.online_softmax import LAG
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.problem import Problem
 
@@ -57,6 +58,16 @@ class MlaPlan:
         return self.queries * self.kv_splits * self.row_blocks
 
     @property
+    def subtract_max(self) -> bool:
+        """As of `ForwardCore`: latent attention has no score."""
+        return True
+
+    @property
+    def lag(self) -> float:
+        """See `online_softmax`."""
+        return LAG[self.problem.dtype.name]
+
+    @property
     def out_dtype(self) -> np.dtype:
         """Partial results are float32."""
         return np.dtype(np.float32) if self.kv_splits > 1 else self.problem.dtype
@@ -65,9 +76,9 @@ class MlaPlan:
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers by name, in the order in which they lie in memory.
 
-        `p_smem`: probabilities for the other warpgroup; at first, the columns of the queries that are kept in
-        registers. `rows_smem`: maxima of both warpgroups, and their row sums. `x_ready`, `x_free`: one barrier for each of
-        the two key blocks, or for each warpgroup that announces something.
+        `p_smem`: probabilities of both warpgroups; at first, in place of those of the second, the columns of the queries
+        that are kept in registers. `rows_smem`: maxima of both warpgroups, and their row sums. `x_ready`, `x_free`: one
+        barrier for each of the two key blocks, or for each warpgroup that hands something over.
         """
         dtype = self.problem.dtype
         tile = lambda dtype, *shape: plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, 128))
@@ -75,12 +86,11 @@ class MlaPlan:
         for name in PIECES:
             scratch[f"{name}_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
             scratch[f"{name}_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-        scratch["max_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         scratch["p_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         scratch["done"] = plgpu.Barrier(num_arrivals=2)
         scratch["rows_smem"] = plgpu.SMEM((4, ROWS), jnp.float32)
         scratch["p_smem"] = tile(dtype, 2, ROWS, KEYS)
-        scratch["q_smem"] = tile(dtype, ROWS, HV)
+        scratch["q_smem"] = tile(dtype, 1, ROWS, HV)
         for name, (_, size) in PIECES.items():
             scratch[f"{name}_smem"] = tile(dtype, 2, KEYS, size)
         for half in HALVES:  # of the output, which takes the place of keys that nothing reads any more
