@@ -31,6 +31,7 @@ BACKENDS = {
     "dew_flash_attn": ("fa3",),
     "cudnn": ("jax",),
 }
+# What takes workloads as they are: a function for each library.
 _WITHOUT_FORMS = {"dew_flash_attn": flash_attn3.attend, "cudnn": cudnn.attend}
 BY_HAND = ("tokamax", "dew_flash_attn")  # installed by hand
 TOKENS = ("query", "key", "value")

@@ -44,7 +44,7 @@ MMA_DECODE, MMA_PAGES = (f"tests/test_mma_decode.py -k {name}" for name in ("one
 PADDING = "tests/test_padding_by_rows.py -k harmless"
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
 LATENT, LATENT_MAXIMA = (f"tests/test_mla.py -k {name}" for name in ("interpreted", "grow"))
-_MLA = "backends/hopper/mla/compute.py"
+LATENT_COMPUTE = "backends/hopper/mla/compute.py"
 MUTATIONS = (
     Mutation("masks/band.py", "return s <= t + self.offset", "return s < t + self.offset", MASKS),
     Mutation("masks/band.py", "add(t_hi, offsets.per_tile(self.offset))", "add(t_lo, offsets.per_tile(self.offset))", MASKS),
@@ -110,10 +110,10 @@ MUTATIONS = (
     Mutation("backends/xla/all_at_once.py", " | (lse > -jnp.inf)", " | True", "tests/test_all_at_once.py -k anything"),
     Mutation("operands/diagonals.py", "return T - rows - t + s", "return T - rows + t + s", "tests/test_relative_bias.py"),
     Mutation("backends/gpu/skewed.py", "self.origin + column - row", "self.origin + column", "tests/test_relative_bias.py"),
-    Mutation(_MLA, "(self._rescaled(acc, rescale), p, i, 0", "(acc, p, i, 0", LATENT_MAXIMA),
-    Mutation(_MLA, "(self._rescaled(acc, rescale), None, i, 1", "(acc, None, i, 1", LATENT_MAXIMA),
-    Mutation(_MLA, "acc = self._rescaled(acc, rescale)", "acc = acc", LATENT_MAXIMA),
-    Mutation(_MLA, "l = self._times(l, rescale)", "l = l", LATENT_MAXIMA),
+    Mutation(LATENT_COMPUTE, "(self._rescaled(acc, rescale), p, i, 0", "(acc, p, i, 0", LATENT_MAXIMA),
+    Mutation(LATENT_COMPUTE, "(self._rescaled(acc, rescale), None, i, 1", "(acc, None, i, 1", LATENT_MAXIMA),
+    Mutation(LATENT_COMPUTE, "acc = self._rescaled(acc, rescale)", "acc = acc", LATENT_MAXIMA),
+    Mutation(LATENT_COMPUTE, "l = self._times(l, rescale)", "l = l", LATENT_MAXIMA),
     Mutation("backends/hopper/mla/load.py", 'scratch["p_smem"].at[1]', 'scratch["p_smem"].at[0]', LATENT),
     Mutation("backends/hopper/tiles.py", "else column_part * self.padded_dim", "else 0", WIDE_HEADS),
     Mutation("backends/hopper/backward/warpgroup.py", "self.column_part * len(accs)", "0", WIDE_HEADS),

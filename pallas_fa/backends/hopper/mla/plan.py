@@ -77,7 +77,8 @@ class MlaPlan:
         """Shared memory and barriers by name, in the order in which they lie in memory.
 
         `p_smem`: probabilities of both warpgroups; at first, in place of those of the second, the columns of the queries
-        that are kept in registers. `rows_smem`: maxima of both warpgroups, and their row sums. `x_ready`, `x_free`: one
+        that are kept in registers. `q_smem`: one tile, by a number that compilers can't see through (see
+        `Warpgroup._slot`). `rows_smem`: maxima of both warpgroups, and their row sums. `x_ready`, `x_free`: one
         barrier for each of the two key blocks, or for each warpgroup that hands something over.
         """
         dtype = self.problem.dtype
