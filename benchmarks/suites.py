@@ -10,6 +10,7 @@ from benchmarks.float32_workloads import float32_workloads
 from benchmarks.gate_workloads import gate_workloads
 from benchmarks.model_workloads import model_workloads
 from benchmarks.workloads import Workload
+from benchmarks.xla_workloads import xla_workloads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ def suites() -> dict[str, Suite]:
         "float32": Suite(
             float32_workloads(), both, ("jax.nn:xla", "pallas_fa:mosaic_gpu", "pallas_fa:xla"), "jax.nn:xla"
         ),
+        "xla-on-gpus": Suite(xla_workloads(), both, ("jax.nn:xla", "pallas_fa:xla"), "jax.nn:xla"),
         "nowhere-slower": Suite(gate_workloads(), both, _GATE, "jax.nn:xla", chained=True, gate=True),
         "nowhere-slower-cpu": Suite(cpu_gate_workloads(), both, _CPU_GATE, "jax.nn:xla", gate=True),
         "hopper-head-dims": Suite(tuple(hopper_workloads.head_dims()), ("forward", "backward"), _GPU, "jax.nn:xla"),

@@ -64,6 +64,8 @@ def test_table_with_all_rows_at_once(case, check):
     [
         Case(64, 64),
         Case(113, 203, "dense_keys", "bias", dtype="bfloat16", N=6, K=2),
+        Case(113, 203, "dense_keys", "bias", dtype="float16", N=6, K=3),  # three chunks: a loop, and its ends apart
+        Case(64, 64, N=3, K=3),
         Case(113, 203, "dense_head_rows", "bias_head_rows", sinks="heads"),
         Case(113, 203, "dense_partial_batch", "bias_shared", dtype="float16", sinks="batch", batch=(2, 3)),
     ],

@@ -42,7 +42,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
     if 0 in (B, T, N, problem.dims.S):
         return start  # every row is empty; a chunk of size 0 would divide by 0
     if (queries := plan.whole_rows(problem)) is not None:
-        return rows.forward(problem, operands, queries)
+        return rows.forward(problem, operands, queries, start)
     if plan.all_at_once(problem):
         return all_at_once.forward(problem, operands)
     lengths = lengths_of(mask)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -75,18 +76,34 @@ class Group:
             return self.loop(both, (statistics(self.first), carry))[1]
         (keys,), (starts,) = self.keys, map(jnp.asarray, self.starts)
         start = lambda n: lax.dynamic_index_in_dim(starts, n, keepdims=False, allow_negative_indices=False)
+        first, last = np.int32(self.first), np.int32(self.count - 1)
 
-        def one(n, carry):
+        def step_and_ahead(n, carry):
             x, following, carry = carry
-            n, carry = after(n, step(self.first + n, keys, start(n), x, carry))
+            n, carry = after(n, step(first + n, keys, start(n), x, carry))
             # What lies past the last chunk is clamped, and not used.
-            return ahead(self.first + n + 1, keys, start(n + 1), following), statistics(self.first + n + 2), carry
+            return ahead(first + n + 1, keys, start(n + 1), following), statistics(first + n + 2), carry
 
         # So that x waits until the memory of the last one is free.
         after = lambda i, carry: lax.optimization_barrier((i, carry))
-        first, carry = after(jnp.int32(self.first), carry)
-        x = ahead(first, keys, start(0), statistics(first))
-        return lax.fori_loop(np.int32(0), np.int32(self.count), one, (x, statistics(first + 1), carry))[2]
+        begin, carry = after(jnp.int32(0), carry)
+        begin_ahead = lambda n, statistics_0: ahead(first + n, keys, start(n), statistics_0)
+        if self.count == 2:  # a loop of one step would be unrolled
+            x = begin_ahead(begin, statistics(first))
+            return lax.fori_loop(np.int32(0), last + 1, step_and_ahead, (x, statistics(first + 1), carry))[2]
+        x = _apart(begin_ahead, begin, statistics(first))
+        x, _, carry = lax.fori_loop(np.int32(0), last, step_and_ahead, (x, statistics(first + 1), carry))
+        return _apart(lambda x, carry: step(first + last, keys, start(last), x, carry), x, carry)
+
+
+def _apart(fn, *args):
+    """Returns fn(*args), computed apart from the rest of a program, so that XLA fuses the arguments as those of a loop.
+
+    It is a branch that is always taken, which XLA does not know before it has fused.
+    """
+    always = lax.optimization_barrier(jnp.bool_(True))
+    nothing = lambda *args: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *args))
+    return lax.cond(always, fn, nothing, *args)
 
 
 def groups(mask: Mask | None, rows: Chunks, S: int) -> list[Group]:

@@ -17,6 +17,7 @@ import numpy as np
 from pallas_fa.backends.float16_range import in_float16_range
 from pallas_fa.backends.xla import intervals_of_keys, tiles
 from pallas_fa.backends.xla.chunks import Chunks
+from pallas_fa.backends.xla.chunks_of_rows import chunks_of_rows
 from pallas_fa.backends.xla.cotangents import Cotangents
 from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, ptx, pv, qk
 from pallas_fa.problem import Operands, Problem, Residuals
@@ -24,21 +25,22 @@ from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import sinks, tile
 
 
-def forward(problem: Problem, operands: Operands, rows: Chunks) -> tuple[Any, Any]:
+def forward(problem: Problem, operands: Operands, rows: Chunks, start: tuple[Any, Any]) -> tuple[Any, Any]:
     """Returns (out [B, T, N, Hv] in the inputs' dtype, lse [B, T, N]).
 
     Args:
       problem: the problem, of no size 0.
       operands: its operands.
       rows: the query heads or the queries, in chunks.
+      start: the results for rows without keys.
     """
     score, mask = operands.score, operands.mask
-    q, k, v = map(heads_first, prepare(problem, operands))
-    cut_keys, _ = _of_keys(problem, rows)
+    parts = chunks_of_rows(problem, rows)
+    q, k, v = map(parts.prepared, prepare(problem, operands))
 
     def step(i, keys, j, carry):
-        k_j, v_j = (cut_keys(x, i, keys, j) for x in (k, v))
-        x = problem.scale * qk(problem, rows.cut(q, i), k_j)
+        k_j, v_j = (parts.cut_keys(x, i, keys, j) for x in (k, v))
+        x = problem.scale * qk(problem, parts.cut(q, i), k_j)
         score_ij = tiles.cut_tile(score, rows, i, keys, j)
         x = tiles.masked_scores(x, score_ij, mask, rows, i, keys, j)
         p, lse_i = _softmax(operands, x, k_j.shape[1])
@@ -47,19 +49,15 @@ def forward(problem: Problem, operands: Operands, rows: Chunks) -> tuple[Any, An
             lse_i, share = sinks.add(rows.cut(operands.sinks, i), lse_i)
             out_i = out_i * share[..., None]
         # Rows in the overlap of two chunks are written twice, with the same values.
-        return tuple(
-            rows.replace(old, new, i, rows.axis)
-            for old, new in zip(carry, (out_i.astype(problem.dtype), lse_i), strict=True)
-        )
+        out, lse = carry
+        return parts.replace(out, out_i, i), rows.replace(lse, lse_i, i, rows.axis)
 
-    lse = jnp.full(q.shape[:3], -jnp.inf, problem.acc_dtype)
-    if operands.sinks is not None:
-        lse = sinks.add(operands.sinks, lse)[0]
-    carry = jnp.zeros((*lse.shape, problem.Hv), problem.dtype), lse
+    out, lse = start
+    carry = parts.prepared(out), heads_first(lse)
     for group in intervals_of_keys.groups(mask, rows, problem.dims.S):
         carry = group.loop(step, carry)
     out, lse = carry
-    return heads_first(out), heads_first(lse)
+    return parts.prepared(out), heads_first(lse)
 
 
 @in_float16_range
@@ -76,23 +74,22 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
     operands = residuals.operands
     d_out, delta, d_sinks = Cotangents.of(problem, residuals, d_out, d_lse)
     score, mask, dtype = operands.score, operands.mask, matmul_dtype(problem)
-    q, k, v = map(heads_first, prepare(problem, operands))
-    d_out, delta, lse = map(heads_first, (d_out, delta, residuals.lse))
+    parts = chunks_of_rows(problem, rows)
+    q, k, v, d_out = map(parts.prepared, (*prepare(problem, operands), d_out))
+    delta, lse = map(heads_first, (delta, residuals.lse))
     neg_lse = jnp.where(lse == -jnp.inf, lse, -lse)  # exp(x + neg_lse) is 0 in empty rows
-    cut_keys, add_keys = _of_keys(problem, rows)
 
     # In the form of the forward, so that XLA keeps logits and probabilities of a program that has both, and all at once.
     own = rows.is_whole and operands.sinks is None and not problem.part_of_keys
 
-    def scores_of(i, keys, j):
+    def scores_of(q_i, k_j, i, keys, j):
         """Returns the function from logits and the score's arrays to masked logits of a tile, and its arguments."""
         score_ij = tiles.cut_tile(score, rows, i, keys, j)
 
         def scores(x, arrays):
             return tiles.masked_scores(x, with_float_arrays(score_ij, arrays), mask, rows, i, keys, j)
 
-        x = problem.scale * qk(problem, rows.cut(q, i), cut_keys(k, i, keys, j))
-        return scores, x, float_arrays(score_ij)
+        return scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij)
 
     def statistics(i):
         """Returns neg_lse and delta of chunk i, [B, n, t, 1]."""
@@ -100,54 +97,40 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
         return rows.mask_overlap(neg_lse_i, i), delta_i  # masked, so that no row adds to a sum twice
 
     def ahead(i, keys, j, statistics_i):
-        """Returns the probabilities of chunk i, and delta."""
+        """Returns the probabilities of chunk i, and what else its step needs of it."""
         neg_lse_i, delta_i = statistics_i
-        scores, *of_logits = scores_of(i, keys, j)
+        q_i, k_j = parts.cut(q, i), parts.cut_keys(k, i, keys, j)
+        scores, *of_logits = scores_of(q_i, k_j, i, keys, j)
         x = scores(*of_logits)
         p = _softmax(operands, x, problem.K)[0] if own else jnp.exp(x + neg_lse_i)
-        return p.astype(dtype), delta_i
+        return p.astype(dtype), delta_i, q_i, k_j
 
     def step(i, keys, j, of_i, carry):
-        (p, delta_i), (dq, dk, dv, d_arrays) = of_i, carry
-        k_j, v_j = (cut_keys(x, i, keys, j) for x in (k, v))
-        q_i, d_out_i = rows.cut(q, i), rows.cut(d_out, i)
+        (p, delta_i, q_i, k_j), (dq, dk, dv, d_arrays) = of_i, carry
+        v_j, d_out_i = parts.cut_keys(v, i, keys, j), parts.cut(d_out, i)
         drop = tiles.dropping(operands.dropout, rows, i, keys, j)
         ds = p * (drop(qk(problem, d_out_i, v_j)) - delta_i).astype(dtype)
         if score is not None:
-            _, pullback = jax.vjp(*scores_of(i, keys, j))
+            _, pullback = jax.vjp(*scores_of(q_i, k_j, i, keys, j))
             ds, d_arrays_ij = pullback(ds.astype(problem.acc_dtype))
             ds = ds.astype(dtype)
             add = lambda d, d_ij: tiles.add_tile(d, d_ij, rows, i, keys, j)
             d_arrays = tuple(map(add, d_arrays, d_arrays_ij))
-        dq = rows.add(dq, (pv(problem, ds, k_j) * problem.scale).astype(dq.dtype), i)
-        dk = add_keys(dk, ptx(problem, ds, q_i, k_j.shape[1]), i, keys, j)
-        dv = add_keys(dv, ptx(problem, drop(p), d_out_i, k_j.shape[1]), i, keys, j)
+        dq = parts.add(dq, pv(problem, ds, k_j) * problem.scale, i)
+        dk = parts.add_keys(dk, ptx(problem, ds, q_i, k_j.shape[1]) * problem.scale, i, keys, j)
+        dv = parts.add_keys(dv, ptx(problem, drop(p), d_out_i, k_j.shape[1]), i, keys, j)
         return dq, dk, dv, d_arrays
 
     # Each row gets one sum, so it needs no wider dtype.
     one_sum = lambda x: len(x.shape) == 4 and x.shape[rows.axis] > 1
     sum_dtype = lambda x: x.dtype if one_sum(x) else np.promote_types(x.dtype, np.float32)
     d_arrays = tuple(jnp.zeros(x.shape, sum_dtype(x)) for x in float_arrays(score))
-    dk, dv = (jnp.zeros(x.shape, problem.acc_dtype) for x in (k, v))
-    carry = jnp.zeros(q.shape, problem.dtype), dk, dv, d_arrays
+    carry = jnp.zeros(q.shape, problem.dtype), *map(parts.zeros_of_keys, (k, v)), d_arrays
     for group in intervals_of_keys.groups(mask, rows, problem.dims.S):
         carry = group.loop_ahead(statistics, ahead, step, carry)
     dq, dk, dv, d_arrays = carry
-    gradients = *map(heads_first, (dq, dk * problem.scale, dv)), *d_arrays, *d_sinks
+    gradients = *map(parts.prepared, (dq, dk, dv)), *d_arrays, *d_sinks
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))
-
-
-def _of_keys(problem, rows):
-    """Returns the functions that cut an array [B, K, S, H] to what chunk i of the rows attends to, and that add to it."""
-    heads = Chunks(1, problem.K, problem.K // rows.count if rows.axis == 1 else problem.K)
-
-    def cut(x, i, keys, j):
-        return keys.cut(heads.cut(x, i), j, 2)
-
-    def add(x, update, i, keys, j):
-        return heads.replace(x, keys.add(heads.cut(x, i), update, j, 2), i, 1)
-
-    return cut, add
 
 
 def _softmax(operands, x, K):
