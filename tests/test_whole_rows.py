@@ -120,8 +120,9 @@ def test_explain_says_which_logits_are_in_memory(B, S, N, words):
 def test_positions_that_a_mask_rules_out_make_chunks_of_queries():
     assert "512 queries by 4096 keys at a time, 256 MiB" in _told(2, 4096, 16, is_causal=True)
     assert "128 queries by 1024 keys at a time, 1.02e+03 MiB" in _told(128, 1024, 16, is_causal=True)
-    assert "256 queries by 2048 keys at a time, 512 MiB" in _told(16, 2048, 16, is_causal=True)
-    assert "1024 queries by 1024 keys at a time, 4.1e+03 MiB" in _told(64, 1024, 16, is_causal=True)
+    assert "256 queries by 2048 keys at a time, 512 MiB" in _told(16, 2048, 16, local_window_size=(256, 0))
+    assert "2048 queries by 2048 keys at a time, 4.1e+03 MiB" in _told(16, 2048, 16, is_causal=True)
+    assert "1024 queries by 1024 keys at a time, 4.1e+03 MiB" in _told(64, 1024, 16, local_window_size=(256, 0))
 
 
 def test_other_platforms_chunk_keys_too():

@@ -1,11 +1,11 @@
 """Which logits the XLA path holds at once: the rule, and what `explain` says of it.
 
 On GPUs, whole rows of logits, since each pass over logits in memory costs time there. At most 1 GiB of float32 logits at a
-time, or 4 GiB where that is all of them and no sequence has more than 1024 positions. At most an eighth of all where one
-sequence has more than 2048 positions and both have more than 128. If that is not all of them, a chunk holds
+time, or 4 GiB where that is all of them and no sequence has more than 2048 positions, 1024 with a window. At most an eighth
+of all where one sequence has more than 2048 positions and both have more than 128. If that is not all of them, a chunk holds
 
 - where no mask but an array, no score but a bias and no dropout is in the call, a few heads: keys and values are then read
-  once. Or all logits, up to 4 GiB, where no sequence has more than 2048 positions;
+  once;
 - else a few queries, which leave out keys that the mask rules out; at least 128 queries, so that at worst a chunk has 128
   logits for each key, head and batch entry, in proportion to the inputs.
 
@@ -26,7 +26,8 @@ The platform is that of `jax.default_backend()` while the program is traced. On 
 import jax
 
 from pallas_fa.backends.xla.chunks import SYMBOLIC, Chunks, even_chunk, split_axes
-from pallas_fa.masks import Dense
+from pallas_fa.masks import Dense, Window
+from pallas_fa.masks.base import parts_of
 from pallas_fa.problem import Problem
 from pallas_fa.scores import Bias
 from pallas_fa.scores.base import free
@@ -49,7 +50,7 @@ def whole_rows(problem: Problem) -> Chunks | None:
     size, longest = _bytes(problem, dims.T * dims.S), max(dims.T, dims.S)
     same_everywhere = _same_everywhere(problem)
     count = -(-size // _LOGITS_AT_ONCE)
-    if longest <= (_SHORT if same_everywhere else _VERY_SHORT) and size <= _SHORT_LOGITS_AT_ONCE:
+    if longest <= (_VERY_SHORT if parts_of(problem.mask, Window) else _SHORT) and size <= _SHORT_LOGITS_AT_ONCE:
         count = 1
     if longest > _SHORT and min(dims.T, dims.S) > _FEW:
         count = max(count, _FEWEST_CHUNKS)
