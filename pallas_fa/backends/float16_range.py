@@ -32,7 +32,8 @@ def in_float16_range(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
         problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, *args: Any, **options: Any
     ) -> tuple[Any, ...]:
         ds_scale = DsScale.of(problem, residuals, d_out, d_lse)
-        gradients = backward(problem, residuals, ds_scale.scaled(d_out), ds_scale.scaled(d_lse), *args, **options)
+        d_lse = jnp.where(d_lse == 0, 0, ds_scale.scaled(d_lse))  # so that constant zeros stay constant
+        gradients = backward(problem, residuals, ds_scale.scaled(d_out), d_lse, *args, **options)
         return tuple(ds_scale.restored(x) for x in gradients)
 
     return run

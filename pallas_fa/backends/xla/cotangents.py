@@ -15,7 +15,7 @@ class Cotangents(NamedTuple):
 
     Attributes:
       d_out: [B, T, N, Hv], zero in padding, in the dtype of the matmuls.
-      delta: [B, T, N], the row sums of P dP, less d_lse; zero in padding and in empty rows.
+      delta: [B, T, N], the row sums of P dP, less d_lse; zero in padding, finite in empty rows.
       d_sinks: the gradient of the sinks; empty without sinks.
     """
 
@@ -30,8 +30,16 @@ class Cotangents(NamedTuple):
         lengths, acc_dtype = lengths_of(operands.mask), problem.acc_dtype
         d_out = tile.zero_padding(d_out, lengths.q_lengths)
         # The row sums of p * dp are those of out * dout, which need no pass over the logits. d_lse enters the same way.
-        delta = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1) - d_lse
-        d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, delta),)
+        row_sums = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1)
+        d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, row_sums - d_lse),)
+        delta = row_sums - of_keys(d_lse, lse)
         delta = tile.zero_padding(delta[..., None], lengths.q_lengths)[..., 0]
-        delta = jnp.where(lse == -jnp.inf, 0, delta)  # empty rows, where d_lse may be anything
         return cls(d_out.astype(matmul_dtype(problem)), delta, d_sinks)
+
+
+def of_keys(d_lse: Any, lse: Any) -> Any:
+    """Returns `d_lse`, 0 in empty rows where it is NaN or infinite: there it may be anything, and probabilities are 0.
+
+    XLA sees that constant zeros, those of a call without lse, need no lse here.
+    """
+    return jnp.where(jnp.isfinite(d_lse) | (lse > -jnp.inf), d_lse, 0)
