@@ -17,9 +17,15 @@ def xla_workloads() -> tuple[Workload, ...]:
         return self_attention(name, **shape, dtype=dtype, provenance=provenance, **given)
 
     calls: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}}
-    features: dict[str, dict[str, Any]] = {"gqa": {"K": 4}, "key-mask": {"padding": 0.25}, "bias": {"bias": "NTS"}}
+    features: dict[str, dict[str, Any]] = {
+        "gqa": {"K": 4},
+        "gqa-causal": {"K": 4, "causal": True},
+        "key-mask": {"padding": 0.25},
+        "bias": {"bias": "NTS"},
+    }
     return (
         *(papers(x, S, 128, name, **calls[name]) for x in _DTYPES for S in (4096, 2048, 1024) for name in calls),
         *(papers(x, 4096, 64, "full") for x in _DTYPES),
         *(papers("bfloat16", 4096, 128, name, **features[name]) for name in features),
+        papers("bfloat16", 1024, 128, "gqa-causal", **features["gqa-causal"]),
     )

@@ -48,20 +48,35 @@ def cut_keys(problem: Problem, x: Any, lengths: Any, keys: Chunks, j: Any) -> An
 
 def qk(problem: Problem, a: Any, b: Any) -> Any:
     """Multiplies [B, N, T, H] x [B, K, S, H] -> [B, N, T, S]."""
-    return _grouped_matmul(problem, a, b, 3)
+    return joined(qk_in_groups(problem, a, b))
+
+
+def qk_in_groups(problem: Problem, a: Any, b: Any) -> Any:
+    """Multiplies [B, N, T, H] x [B, K, S, H] -> [B, K, N // K, T, S]."""
+    B, N, T, _ = a.shape
+    return _grouped_matmul(problem, a, b, 3).reshape(B, b.shape[1], -1, T, b.shape[2])
+
+
+def in_groups(x: Any, K: int) -> Any:
+    """Splits heads into groups: [B, N, ...] -> [B, K, N // K, ...]; [B, 1, ...] -> [B, 1, 1, ...]."""
+    return x.reshape(x.shape[0], min(K, x.shape[1]), -1, *x.shape[2:])
+
+
+def joined(x: Any) -> Any:
+    """Joins groups: [B, K, N // K, ...] -> [B, N, ...]."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def pv(problem: Problem, p: Any, b: Any) -> Any:
     """Multiplies [B, N, T, S] x [B, K, S, H] -> [B, N, T, H]."""
-    return _grouped_matmul(problem, p, b, 2)
+    B, N, T, _ = p.shape
+    return _grouped_matmul(problem, p, b, 2).reshape(B, N, T, -1)
 
 
 def _grouped_matmul(problem, a, b, contracted):
-    B, N, T, _ = a.shape
-    a = a.astype(b.dtype).reshape(B, b.shape[1], -1, a.shape[-1])
+    a = a.astype(b.dtype).reshape(a.shape[0], b.shape[1], -1, a.shape[-1])
     dimensions = (((3,), (contracted,)), ((0, 1), (0, 1)))
-    result = lax.dot_general(a, b, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
-    return result.reshape(B, N, T, -1)
+    return lax.dot_general(a, b, dimensions, precision=problem.precision, preferred_element_type=problem.acc_dtype)
 
 
 def xp(problem: Problem, x: Any, p: Any) -> Any:

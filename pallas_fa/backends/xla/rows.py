@@ -19,7 +19,17 @@ from pallas_fa.backends.xla import intervals_of_keys, tiles
 from pallas_fa.backends.xla.chunks import Chunks
 from pallas_fa.backends.xla.chunks_of_rows import chunks_of_rows
 from pallas_fa.backends.xla.cotangents import Cotangents
-from pallas_fa.backends.xla.matmuls import heads_first, matmul_dtype, prepare, ptx, pv, qk
+from pallas_fa.backends.xla.matmuls import (
+    heads_first,
+    in_groups,
+    joined,
+    matmul_dtype,
+    prepare,
+    ptx,
+    pv,
+    qk,
+    qk_in_groups,
+)
 from pallas_fa.problem import Operands, Problem, Residuals
 from pallas_fa.scores.base import float_arrays, with_float_arrays
 from pallas_fa.softmax import sinks, tile
@@ -40,10 +50,9 @@ def forward(problem: Problem, operands: Operands, rows: Chunks, start: tuple[Any
 
     def step(i, keys, j, carry):
         k_j, v_j = (parts.cut_keys(x, i, keys, j) for x in (k, v))
-        x = problem.scale * qk(problem, parts.cut(q, i), k_j)
+        x = problem.scale * qk_in_groups(problem, parts.cut(q, i), k_j)
         score_ij = tiles.cut_tile(score, rows, i, keys, j)
-        x = tiles.masked_scores(x, score_ij, mask, rows, i, keys, j)
-        p, lse_i = _softmax(operands, x, k_j.shape[1])
+        p, lse_i = map(joined, tile.whole_rows(tiles.masked_groups(x, score_ij, mask, rows, i, keys, j)))
         out_i = pv(problem, tiles.dropping(operands.dropout, rows, i, keys, j)(p), v_j)
         if operands.sinks is not None:
             lse_i, share = sinks.add(rows.cut(operands.sinks, i), lse_i)
@@ -83,13 +92,13 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
     own = rows.is_whole and operands.sinks is None and not problem.part_of_keys
 
     def scores_of(q_i, k_j, i, keys, j):
-        """Returns the function from logits and the score's arrays to masked logits of a tile, and its arguments."""
+        """Returns the function from logits and the score's arrays to masked logits, both in groups, and its arguments."""
         score_ij = tiles.cut_tile(score, rows, i, keys, j)
 
         def scores(x, arrays):
-            return tiles.masked_scores(x, with_float_arrays(score_ij, arrays), mask, rows, i, keys, j)
+            return tiles.masked_groups(x, with_float_arrays(score_ij, arrays), mask, rows, i, keys, j)
 
-        return scores, problem.scale * qk(problem, q_i, k_j), float_arrays(score_ij)
+        return scores, problem.scale * qk_in_groups(problem, q_i, k_j), float_arrays(score_ij)
 
     def statistics(i):
         """Returns neg_lse and delta of chunk i, [B, n, t, 1]."""
@@ -102,7 +111,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
         q_i, k_j = parts.cut(q, i), parts.cut_keys(k, i, keys, j)
         scores, *of_logits = scores_of(q_i, k_j, i, keys, j)
         x = scores(*of_logits)
-        p = _softmax(operands, x, problem.K)[0] if own else jnp.exp(x + neg_lse_i)
+        p = joined(tile.whole_rows(x)[0]) if own else jnp.exp(joined(x) + neg_lse_i)
         return p.astype(dtype), delta_i, q_i, k_j
 
     def step(i, keys, j, of_i, carry):
@@ -112,8 +121,8 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
         ds = p * (drop(qk(problem, d_out_i, v_j)) - delta_i).astype(dtype)
         if score is not None:
             _, pullback = jax.vjp(*scores_of(q_i, k_j, i, keys, j))
-            ds, d_arrays_ij = pullback(ds.astype(problem.acc_dtype))
-            ds = ds.astype(dtype)
+            ds, d_arrays_ij = pullback(in_groups(ds.astype(problem.acc_dtype), k_j.shape[1]))
+            ds = joined(ds).astype(dtype)
             add = lambda d, d_ij: tiles.add_tile(d, d_ij, rows, i, keys, j)
             d_arrays = tuple(map(add, d_arrays, d_arrays_ij))
         dq = parts.add(dq, pv(problem, ds, k_j) * problem.scale, i)
@@ -131,12 +140,3 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any, row
     dq, dk, dv, d_arrays = carry
     gradients = *map(parts.prepared, (dq, dk, dv)), *d_arrays, *d_sinks
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, operands.differentiable, strict=True))
-
-
-def _softmax(operands, x, K):
-    """Returns (probabilities, log-sum-exp) of masked logits x [B, n, t, S], of K key heads."""
-    if operands.score is not None or operands.mask is not None:
-        return tile.whole_rows(x)
-    # In the shape of the matmul, to which XLA moves reductions: it fuses a softmax only where no reshape splits it.
-    p, lse = tile.whole_rows(x.reshape(x.shape[0], K, -1, x.shape[3]))
-    return p.reshape(x.shape), lse.reshape(x.shape[:3])

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_fa.backends.xla.chunks import Chunks
+from pallas_fa.backends.xla.matmuls import in_groups, joined
 from pallas_fa.operands import diagonals
 from pallas_fa.softmax import tile
 from pallas_fa.softmax.dropout import Dropout
@@ -60,11 +61,29 @@ def masked_scores(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, key
     """
     if score_ij is None and mask is None:
         return x
-    B, N = x.shape[:2]
-    b, n = lax.broadcasted_iota(jnp.int32, (B, 1, 1, 1), 0), lax.broadcasted_iota(jnp.int32, (1, N, 1, 1), 1)
+    positions = _positions(x.shape, queries, i, keys, j)
     score_ij = diagonals.replace(score_ij, lambda a: diagonals.tile(a.astype(x.dtype), queries.chunk))
     mask_ij = cut_tile(mask, queries, i, keys, j)
-    return tile.masked_scores(x, score_ij, mask_ij, b, n, queries.index(i), keys.index(j))[0]
+    return tile.masked_scores(x, score_ij, mask_ij, *positions)[0]
+
+
+def masked_groups(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Any:
+    """Does what `masked_scores` does, to logits [B, K, N // K, t, s].
+
+    A mask alone is applied in this shape, that of a matmul: XLA then fuses it with the softmax.
+    """
+    B, K, group, *tile_shape = x.shape
+    if score_ij is not None or mask is None:
+        return in_groups(masked_scores(joined(x), score_ij, mask, queries, i, keys, j), K)
+    positions = _positions((B, K * group, *tile_shape), queries, i, keys, j)
+    return jnp.where(in_groups(cut_tile(mask, queries, i, keys, j).allowed(*positions), K), x, -jnp.inf)
+
+
+def _positions(shape, queries, i, keys, j):
+    """Batch entries, query heads, query and key positions, broadcastable to `shape`, that of logits [B, N, t, s]."""
+    B, N = shape[:2]
+    b, n = lax.broadcasted_iota(jnp.int32, (B, 1, 1, 1), 0), lax.broadcasted_iota(jnp.int32, (1, N, 1, 1), 1)
+    return b, n, queries.index(i), keys.index(j)
 
 
 def dropping(dropout: Dropout | None, queries: Chunks, i: Any, keys: Chunks, j: Any) -> Callable[[Any], Any]:
