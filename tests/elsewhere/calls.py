@@ -42,6 +42,7 @@ from pallas_fa.backends.mma.forward import forward as mma_forward
 from pallas_fa.backends.mma.forward.plan import ForwardPlan
 from pallas_fa.backends.mma.forward.scratch import on_gpu as mma_forward_scratch
 from pallas_fa.backends.mma.forward.table import ForwardFacts, forward_configs
+from pallas_fa.mla import mla_decode_attention
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Residuals, normalise
 
@@ -70,8 +71,11 @@ def calls(gpu: Gpu) -> Iterator[Call]:
             if head_dim in (64, 128):
                 yield from _hopper_dropout(gpu, head_dim, causal)
                 yield from _hopper_windows(gpu, head_dim) if causal else _hopper_few_keys(gpu, head_dim)
+                yield from _hopper_arrays(gpu, head_dim, causal)
             if head_dim == 128:
                 yield from _hopper_long(gpu, head_dim, causal)
+    if gpu.compute_capability == "9.0":
+        yield _hopper_latent(gpu)
 
 
 def _arrays(head_dim):
@@ -191,6 +195,39 @@ def _hopper_long(gpu, head_dim, causal):
         tiles = hopper_choose_forward(_problem_of(normalised, x, x, x), gpu).config
         run = lambda *qkv, normalised=normalised: hopper_forward.forward(*normalised(*qkv), gpu)
         yield Call(f"hopper forward, {name}", head_dim, tiles, causal, run, (x, x, x))
+
+
+def _hopper_arrays(gpu, head_dim, causal):
+    """Masks with arrays, and as many keys as for which row sums take the place of maxima: the tiles chosen for them."""
+    x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
+    masks = {
+        "lengths": (jax.ShapeDtypeStruct((4,), jnp.int32), _with_lengths),
+        "key mask": (jax.ShapeDtypeStruct((4, 1, 1, 4096), jnp.bool_), _with_key_mask),
+        "segments": (jax.ShapeDtypeStruct((4, 4096), jnp.int32), _with_segments),
+    }
+    for name, (array, with_array) in masks.items():
+        normalised = functools.partial(with_array, causal)
+        tiles = hopper_choose_forward(_problem_of(normalised, x, array), gpu).config
+        run = lambda q, array, normalised=normalised: hopper_forward.forward(*normalised(q, array), gpu)
+        yield Call(f"hopper forward, {name}", head_dim, tiles, causal, run, (x, array))
+
+
+def _with_lengths(causal, q, lengths):
+    return normalise(q, q, q, is_causal=causal, key_value_seq_lengths=lengths)
+
+
+def _with_key_mask(causal, q, mask):
+    return normalise(q, q, q, mask=mask, is_causal=causal)
+
+
+def _with_segments(causal, q, ids):
+    return normalise(q, q, q, is_causal=causal, query_segment_ids=ids, key_value_segment_ids=ids)
+
+
+def _hopper_latent(gpu):
+    q, cache = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 1, 128, 576), (64, 8192, 576)))
+    run = functools.partial(mla_decode_attention, scale=0.07, implementation="mosaic_gpu")
+    return Call("hopper latent decode", 576, "one set", False, run, (q, cache))
 
 
 def _hopper_dropout(gpu, head_dim, causal):

@@ -55,6 +55,9 @@ _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 _FEW_KEYS: dict[str, Any] = dict(uniform=True, visit_table=False, split=False, dropout=False)
 _FEW_KEYS_64: dict[str, Any] = dict(**_H64, **_FEW_KEYS, length=at_least(513))
 _FEW_KEYS_128: dict[str, Any] = dict(**_H128, **_FEW_KEYS, length=at_least(2048))
+# Masks with arrays, but no segments or blocks.
+_SAME_KEYS: dict[str, Any] = dict(**_H128, uniform=True, visit_table=True, packed=False)
+_LONG_ARRAYS: dict[str, Any] = dict(**_H128, length=at_least(2049), visit_table=True, packed=False)
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
 _SHORT_WINDOW_64: dict[str, Any] = dict(**_H64, window=Span(1, 512), split=False)
 _SHORT_WINDOW_128: dict[str, Any] = dict(**_H128, window=Span(1, 256), split=False)
@@ -132,16 +135,11 @@ TILES = Table(
         "forward/lagging-maximum",
         **_H64,
     ),
-    Row(
-        _two_warpgroups(q_in_registers=True, l2_head_group=1),
-        "forward/queries-in-registers",
-        **_H128,
-        uniform=True,
-        visit_table=True,
-    ),
     Row(_two_warpgroups(**_LATE), "forward/lagging-maximum", **_H128, uniform=True, visit_table=False),
     Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/lagging-maximum", **_H128, visit_table=False),
     Row(_two_warpgroups(**_LATE, l2_head_group=1), "forward/visit-lists", **_H128, blocks=True),
+    Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/arrays-of-masks", **_SAME_KEYS),
+    Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/arrays-of-masks", **_LONG_ARRAYS),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
     Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),
@@ -173,6 +171,8 @@ PAIRS = Table(
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
     Row((0,), **_H64),
     Row((0,), "forward/output-over-queries", **_H192_ALONE),  # pairs leave no room for key blocks of 128
+    Row((0,), "forward/arrays-of-masks", **_SAME_KEYS),
+    Row((0,), "forward/arrays-of-masks", **_LONG_ARRAYS),
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
     Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
