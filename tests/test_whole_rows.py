@@ -78,6 +78,35 @@ def test_in_chunks_of_heads(case, check):
     check(case, "xla", gradients=True)
 
 
+@pytest.mark.parametrize("rows", ["as_on_gpu", "few_heads", "small_rows"])
+@pytest.mark.parametrize(("dtype", "d_lse"), [("float16", 65536.0), ("bfloat16", 3.4e38), ("float16", np.nan)])
+def test_the_cotangent_of_the_log_sum_exp_may_be_anything_in_empty_rows(rows, dtype, d_lse, request):
+    """Also what is finite, but not in the dtype of the matmuls."""
+    request.getfixturevalue(rows)
+    x = jax.random.normal(jax.random.key(0), (1, 64, 3, 8), dtype)
+    mask = masks.Dense(jnp.ones((64, 64), jnp.bool_).at[1].set(False))
+    attend = functools.partial(pallas_fa.dot_product_attention, mask=mask, return_residual=True, implementation="xla")
+    cotangent = jnp.ones((1, 64, 3))
+    pull_back = lambda d: jax.vjp(attend, x, x, x)[1]((jnp.ones_like(x), cotangent.at[:, 1].set(d)))
+    for a, b in zip(pull_back(d_lse), pull_back(0), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("rows", ["as_on_gpu", "few_heads", "small_rows"])
+def test_a_mask_may_answer_with_one_bool(rows, request):
+    request.getfixturevalue(rows)
+    x, everything = jax.random.normal(jax.random.key(0), (1, 64, 3, 8)), jnp.bool_(True)
+    attend = functools.partial(pallas_fa.dot_product_attention, x, x, x)
+    for mask in (
+        masks.Custom(lambda b, n, t, s: everything),
+        masks.Lengths(None, None),
+        masks.Lengths() & masks.Lengths(),
+    ):
+        np.testing.assert_allclose(
+            attend(mask=mask, implementation="xla"), attend(implementation="reference"), atol=1e-6
+        )
+
+
 @pytest.mark.parametrize("form", ["whole rows", "all at once"])
 def test_a_ring_takes_probabilities_from_the_log_sum_exp_of_all_keys(form, request):
     """Those of a hop's keys alone would be too large in its backward."""

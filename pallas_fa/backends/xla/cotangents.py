@@ -15,7 +15,7 @@ class Cotangents(NamedTuple):
 
     Attributes:
       d_out: [B, T, N, Hv], zero in padding, in the dtype of the matmuls.
-      delta: [B, T, N], the row sums of P dP, less d_lse; zero in padding, finite in empty rows.
+      delta: [B, T, N], the row sums of P dP, less d_lse; zero in padding and in empty rows.
       d_sinks: the gradient of the sinks; empty without sinks.
     """
 
@@ -38,8 +38,8 @@ class Cotangents(NamedTuple):
 
 
 def of_keys(d_lse: Any, lse: Any) -> Any:
-    """Returns `d_lse`, 0 in empty rows where it is NaN or infinite: there it may be anything, and probabilities are 0.
+    """Returns `d_lse`, 0 in empty rows: there it may be anything, and might overflow beside probabilities of 0.
 
     XLA sees that constant zeros, those of a call without lse, need no lse here.
     """
-    return jnp.where(jnp.isfinite(d_lse) | (lse > -jnp.inf), d_lse, 0)
+    return jnp.where((d_lse == 0) | (lse > -jnp.inf), d_lse, 0)

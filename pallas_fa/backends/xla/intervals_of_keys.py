@@ -81,7 +81,7 @@ class Group:
         def step_and_ahead(n, carry):
             x, following, carry = carry
             n, carry = after(n, step(first + n, keys, start(n), x, carry))
-            # What lies past the last chunk is clamped, and not used.
+            # What lies past the last chunk is clamped, and not used: statistics, of two chunks x as well.
             return ahead(first + n + 1, keys, start(n + 1), following), statistics(first + n + 2), carry
 
         # So that x waits until the memory of the last one is free.
