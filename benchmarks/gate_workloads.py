@@ -2,14 +2,12 @@
 
 import dataclasses
 
-from benchmarks.workloads import Workload, self_attention
-
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+from benchmarks.workloads import DTYPES, Workload, self_attention
 
 
 def in_dtypes(dtypes: str, *workloads: Workload) -> list[Workload]:
     """Each workload in each dtype, which its name gets as an ending."""
-    chosen = {dtype: short for dtype, short in _DTYPES.items() if short in dtypes.split()}
+    chosen = {dtype: short for dtype, short in DTYPES.items() if short in dtypes.split()}
     return [
         dataclasses.replace(w, name=f"{w.name}-{short}", dtype=dtype)
         for w in workloads

@@ -12,6 +12,7 @@ from benchmarks.patterns import PATTERNS
 from pallas_fa.operands.layout import Layout, ordered
 
 BACKWARD_FLOPS = 2.5  # five matmuls against the forward's two, as the FlashAttention papers count
+DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # and their names in those of workloads
 FLOPS_FACTOR = {"forward": 1.0, "backward": BACKWARD_FLOPS, "fwdbwd": 1.0 + BACKWARD_FLOPS}
 
 

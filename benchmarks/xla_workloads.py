@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from benchmarks.workloads import Workload, self_attention
-
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+from benchmarks.workloads import DTYPES, Workload, self_attention
 
 
 def xla_workloads() -> tuple[Workload, ...]:
@@ -13,7 +11,7 @@ def xla_workloads() -> tuple[Workload, ...]:
     def papers(dtype, S, H, name, **given):
         shape = {"B": 16384 // S, "S": S, "N": 2048 // H, "H": H}
         provenance = "FlashAttention papers: B*S = 16384, N*H = 2048"
-        name = f"{_DTYPES[dtype]}-h{H}-{name}-{S}"
+        name = f"{DTYPES[dtype]}-h{H}-{name}-{S}"
         return self_attention(name, **shape, dtype=dtype, provenance=provenance, **given)
 
     calls: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}}
@@ -24,8 +22,8 @@ def xla_workloads() -> tuple[Workload, ...]:
         "bias": {"bias": "NTS"},
     }
     return (
-        *(papers(x, S, 128, name, **calls[name]) for x in _DTYPES for S in (4096, 2048, 1024) for name in calls),
-        *(papers(x, 4096, 64, "full") for x in _DTYPES),
+        *(papers(x, S, 128, name, **calls[name]) for x in DTYPES for S in (4096, 2048, 1024) for name in calls),
+        *(papers(x, 4096, 64, "full") for x in DTYPES),
         *(papers("bfloat16", 4096, 128, name, **features[name]) for name in features),
         papers("bfloat16", 1024, 128, "gqa-causal", **features["gqa-causal"]),
     )

@@ -74,7 +74,7 @@ def _exponent(problem, residuals, d_out, d_lse):
     d_out, v = (transpose(problem.layout, x) for x in (d_out, residuals.operands.v))
     d_out, v = tile.zero_padding(d_out, lengths.q_lengths), tile.zero_padding(v, lengths.kv_lengths)
     d_lse = tile.zero_padding(d_lse[..., None], lengths.q_lengths)[..., 0]
-    d_lse = jnp.where(residuals.lse == -jnp.inf, 0, d_lse)  # empty rows, where it may be anything
+    d_lse = tile.zero_empty_rows(d_lse, residuals.lse)
     # |dP| <= |dO| |V|, and delta is an average of dP, less d_lse. XLA adds up the squares of dO where it multiplies dO with
     # the output; of V it reads the largest element alone, in one kernel less.
     longest_d_out = jnp.sqrt(jnp.max(jnp.sum(jnp.square(d_out.astype(jnp.float32)), axis=-1), initial=0))

@@ -150,6 +150,14 @@ def probabilities(x: Any, lse: Any) -> Any:
     return jnp.exp(x - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
 
 
+def zero_empty_rows(d_lse: Any, lse: Any) -> Any:
+    """Returns `d_lse`, a cotangent of `lse`, 0 in empty rows: there it may be anything, also what overflows 16 bits.
+
+    XLA sees that constant zeros, those of a call without lse, need no lse here.
+    """
+    return jnp.where((d_lse == 0) | (lse != -jnp.inf), d_lse, 0)
+
+
 def zero_padding(x: Any, lengths: Any) -> Any:
     """Zeroes the padding of x, so that NaN there cannot spread.
 

@@ -192,36 +192,29 @@ def _hopper_long(gpu, head_dim, causal):
     x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
     plain = lambda q, k, v: normalise(q, k, v, is_causal=causal)
     for name, normalised in ("long", plain), ("long, dropout", functools.partial(_with_dropout, causal)):
-        tiles = hopper_choose_forward(_problem_of(normalised, x, x, x), gpu).config
-        run = lambda *qkv, normalised=normalised: hopper_forward.forward(*normalised(*qkv), gpu)
-        yield Call(f"hopper forward, {name}", head_dim, tiles, causal, run, (x, x, x))
+        yield _hopper_chosen(gpu, name, causal, normalised, x, x, x)
 
 
 def _hopper_arrays(gpu, head_dim, causal):
     """Masks with arrays, and as many keys as for which row sums take the place of maxima: the tiles chosen for them."""
     x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
-    masks = {
-        "lengths": (jax.ShapeDtypeStruct((4,), jnp.int32), _with_lengths),
-        "key mask": (jax.ShapeDtypeStruct((4, 1, 1, 4096), jnp.bool_), _with_key_mask),
-        "segments": (jax.ShapeDtypeStruct((4, 4096), jnp.int32), _with_segments),
+    arrays = {
+        "lengths": (((4,), jnp.int32), ("key_value_seq_lengths",)),
+        "key mask": (((4, 1, 1, 4096), jnp.bool_), ("mask",)),
+        "segments": (((4, 4096), jnp.int32), ("query_segment_ids", "key_value_segment_ids")),
     }
-    for name, (array, with_array) in masks.items():
-        normalised = functools.partial(with_array, causal)
-        tiles = hopper_choose_forward(_problem_of(normalised, x, array), gpu).config
-        run = lambda q, array, normalised=normalised: hopper_forward.forward(*normalised(q, array), gpu)
-        yield Call(f"hopper forward, {name}", head_dim, tiles, causal, run, (x, array))
+    for name, (array, arguments) in arrays.items():
+        normalised = lambda q, a, arguments=arguments: normalise(
+            q, q, q, is_causal=causal, **dict.fromkeys(arguments, a)
+        )
+        yield _hopper_chosen(gpu, name, causal, normalised, x, jax.ShapeDtypeStruct(*array))
 
 
-def _with_lengths(causal, q, lengths):
-    return normalise(q, q, q, is_causal=causal, key_value_seq_lengths=lengths)
-
-
-def _with_key_mask(causal, q, mask):
-    return normalise(q, q, q, mask=mask, is_causal=causal)
-
-
-def _with_segments(causal, q, ids):
-    return normalise(q, q, q, is_causal=causal, query_segment_ids=ids, key_value_segment_ids=ids)
+def _hopper_chosen(gpu, name, causal, normalised, *shapes):
+    """The forward of what `normalised` returns of arrays of these shapes, queries first, with the tiles chosen for it."""
+    tiles = hopper_choose_forward(_problem_of(normalised, *shapes), gpu).config
+    run = lambda *arrays: hopper_forward.forward(*normalised(*arrays), gpu)
+    return Call(f"hopper forward, {name}", shapes[0].shape[-1], tiles, causal, run, shapes)
 
 
 def _hopper_latent(gpu):
@@ -233,10 +226,8 @@ def _hopper_latent(gpu):
 def _hopper_dropout(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     dropped = functools.partial(_with_dropout, causal)
+    yield _hopper_chosen(gpu, "dropout", causal, dropped, x, x, x)
     problem = _problem_of(dropped, x, x, x)
-    tiles = hopper_choose_forward(problem, gpu).config
-    run = lambda *qkv: hopper_forward.forward(*dropped(*qkv), gpu)
-    yield Call("hopper forward, dropout", head_dim, tiles, causal, run, (x, x, x))
     (kind,) = hopper_passes(problem)
     tiles = hopper_choose_backward(problem, kind, gpu).config
 
@@ -255,18 +246,14 @@ def _hopper_windows(gpu, head_dim):
     """Of short windows, whose tiles depend on how many query heads a key head has."""
     for group in (8, 4, 1):
         q, k = (jax.ShapeDtypeStruct((B, T, heads, head_dim), jnp.bfloat16) for heads in (N, N // group))
-        tiles = hopper_choose_forward(_problem_of(_in_window, q, k), gpu).config
-        run = lambda q, k: hopper_forward.forward(*_in_window(q, k), gpu)
-        yield Call("hopper forward, window", head_dim, tiles, True, run, (q, k))
+        yield _hopper_chosen(gpu, "window", True, _in_window, q, k)
 
 
 def _hopper_few_keys(gpu, head_dim):
     """Of cross attention, whose tiles depend on how few the keys are."""
     for keys in (80, 128, 256):
         shapes = [jax.ShapeDtypeStruct((B, length, N, head_dim), jnp.bfloat16) for length in (4 * T, keys)]
-        tiles = hopper_choose_forward(_problem_of(_unmasked, *shapes), gpu).config
-        run = lambda q, k: hopper_forward.forward(*_unmasked(q, k), gpu)
-        yield Call("hopper forward, few keys", head_dim, tiles, False, run, tuple(shapes))
+        yield _hopper_chosen(gpu, "few keys", False, _unmasked, *shapes)
 
 
 def _unmasked(q, k):

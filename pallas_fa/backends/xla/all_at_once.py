@@ -16,7 +16,6 @@ import numpy as np
 
 from pallas_fa.backends.xla import tiles
 from pallas_fa.backends.xla.chunks import Chunks
-from pallas_fa.backends.xla.cotangents import of_keys
 from pallas_fa.backends.xla.matmuls import ds_dtype, heads_first, matmul_dtype, prepare
 from pallas_fa.masks.lengths import lengths_of
 from pallas_fa.problem import Operands, Problem, Residuals
@@ -48,7 +47,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> 
     q, k, v = prepare(problem, operands)
     q_lengths = lengths_of(operands.mask).q_lengths
     d_out = tile.zero_padding(d_out, q_lengths).astype(matmul_dtype(problem))
-    d_lse_of_keys = of_keys(tile.zero_padding(d_lse[..., None], q_lengths)[..., 0], lse)
+    d_lse_of_keys = tile.zero_empty_rows(tile.zero_padding(d_lse[..., None], q_lengths)[..., 0], lse)
 
     q, factor = _with_scale(problem, q)
     x, softmax = _before_scores(problem, operands, _qk(problem, q, k), factor)

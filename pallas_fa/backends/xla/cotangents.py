@@ -32,14 +32,6 @@ class Cotangents(NamedTuple):
         # The row sums of p * dp are those of out * dout, which need no pass over the logits. d_lse enters the same way.
         row_sums = jnp.sum(out.astype(acc_dtype) * d_out.astype(acc_dtype), axis=-1)
         d_sinks = () if operands.sinks is None else (sinks.gradient(operands.sinks, lse, row_sums - d_lse),)
-        delta = row_sums - of_keys(d_lse, lse)
+        delta = row_sums - tile.zero_empty_rows(d_lse, lse)
         delta = tile.zero_padding(delta[..., None], lengths.q_lengths)[..., 0]
         return cls(d_out.astype(matmul_dtype(problem)), delta, d_sinks)
-
-
-def of_keys(d_lse: Any, lse: Any) -> Any:
-    """Returns `d_lse`, 0 in empty rows: there it may be anything, and might overflow beside probabilities of 0.
-
-    XLA sees that constant zeros, those of a call without lse, need no lse here.
-    """
-    return jnp.where((d_lse == 0) | (lse > -jnp.inf), d_lse, 0)

@@ -48,14 +48,13 @@ def whole_rows(problem: Problem) -> Chunks | None:
     if not _on_gpu() or _needs_chunks_of_keys(problem):
         return None
     size, longest = _bytes(problem, dims.T * dims.S), max(dims.T, dims.S)
-    same_everywhere = _same_everywhere(problem)
     count = -(-size // _LOGITS_AT_ONCE)
     if longest <= (_VERY_SHORT if parts_of(problem.mask, Window) else _SHORT) and size <= _SHORT_LOGITS_AT_ONCE:
         count = 1
     if longest > _SHORT and min(dims.T, dims.S) > _FEW:
         count = max(count, _FEWEST_CHUNKS)
     heads = next((n for n in range(count, problem.K + 1) if problem.K % n == 0), None)
-    if count > 1 and heads is not None and same_everywhere:
+    if count > 1 and heads is not None and _same_everywhere(problem):
         return Chunks(1, dims.N, dims.N // heads)
     if count > 1:
         count = max(count, _FEWEST_CHUNKS)  # so that a mask rules out keys for some

@@ -76,9 +76,8 @@ def masked_groups(x: Any, score_ij: Any, mask: Any, queries: Chunks, i: Any, key
     if score_ij is not None or mask is None:
         return in_groups(masked_scores(joined(x), score_ij, mask, queries, i, keys, j), K)
     ok = cut_tile(mask, queries, i, keys, j).allowed(*_positions((B, K * group, *tile_shape), queries, i, keys, j))
-    ok = jnp.broadcast_to(
-        ok, np.broadcast_shapes(np.shape(ok), (1, 1, 1, 1))
-    )  # a mask may answer for all with one bool
+    # A mask may answer for all with one bool.
+    ok = jnp.broadcast_to(ok, np.broadcast_shapes(np.shape(ok), (1, 1, 1, 1)))
     return jnp.where(in_groups(ok, K), x, -jnp.inf)
 
 
