@@ -1,12 +1,12 @@
 """What is measured: this library's implementations and its peers, each as a function of one workload's arrays.
 
 A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the library chooses), `jax.nn:cudnn`,
-`tokamax:mosaic`, `dew_flash_attn:fa3`, `cudnn:jax` (`cudnn.py`). The form says how a peer is given the mask: without one,
-by the flags it has (causal, window) and a bool array for what it has no flag for; `+dense`, all in one bool array;
-`+bias`, all in one additive array; for our own, `+intervals`, all in one `masks.KeyIntervals`, as
-`masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block mask. Our own `+deterministic` has gradients that are
-bitwise equal from run to run, and `+without` leaves out sinks and dropout, and takes the same memory as an array of the
-usual layout: it is what the call with them is compared with.
+`tokamax:mosaic`, `dew_flash_attn:fa3`, `cudnn:jax` (`cudnn.py`), `torch:flash` (`pytorch_flash.py`, which runs outside of
+JAX). The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a bool array for
+what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own, `+intervals`, all
+in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block mask. Our own
+`+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks and dropout, and takes
+the same memory as an array of the usual layout: it is what the call with them is compared with.
 """
 
 import dataclasses
@@ -30,10 +30,11 @@ BACKENDS = {
     "tokamax": ("None", "mosaic", "triton", "cudnn", "xla", "xla_chunked"),
     "dew_flash_attn": ("fa3",),
     "cudnn": ("jax",),
+    "torch": ("flash",),
 }
 # What takes workloads as they are: a function for each library.
 _WITHOUT_FORMS = {"dew_flash_attn": flash_attn3.attend, "cudnn": cudnn.attend}
-BY_HAND = ("tokamax", "dew_flash_attn")  # installed by hand
+BY_HAND = ("tokamax", "dew_flash_attn", "torch")  # installed by hand
 TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
 FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without")

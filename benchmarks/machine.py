@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "tokamax", "dew-flash-attn-cu13")
+_PACKAGES = ("jax", "jaxlib", "numpy", "tokamax", "dew-flash-attn-cu13", "torch")
 _CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 

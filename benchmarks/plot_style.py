@@ -28,6 +28,7 @@ _COLOURS = {
     "jax.nn:xla": "#999999",
     "tokamax:mosaic": "#0072B2",
     "dew_flash_attn:fa3": "#CC79A7",
+    "torch:flash": "#EE4C2C",
 }
 _OTHERS = ("#56B4E9", "#7F3C8D", "#8C564B")
 _HATCHES = {"": "", "dense": "////", "bias": "....", "deterministic": "xxxx"}  # by form

@@ -12,6 +12,7 @@ import jax
 
 from benchmarks import command, gate, machine, measure, processes, progress, row_file, rows, turns
 from benchmarks.implementations import Implementation
+from benchmarks.pytorch_flash import PytorchProgram
 from benchmarks.suites import suites
 from benchmarks.truth import Truth, truth
 from benchmarks.workloads import FLOPS_FACTOR, Workload
@@ -132,12 +133,16 @@ def programs_of(
 ) -> list[list[measure.Program]]:
     """Groups of programs: one group for each workload and direction that any of them applies to."""
     groups = [
-        [measure.Program(i, w, direction, repeats(w, direction)) for i in implementations if i.applies(w)]
+        [_program(i)(i, w, direction, repeats(w, direction)) for i in implementations if i.applies(w)]
         for w in workloads
         for direction in directions
         if w.gradient or direction == "forward"
     ]
     return [group for group in groups if group]
+
+
+def _program(implementation):
+    return PytorchProgram if implementation.library == "torch" else measure.Program
 
 
 def _repeats(workload: Workload, direction: str) -> int:

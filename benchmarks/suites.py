@@ -43,6 +43,9 @@ def suites() -> dict[str, Suite]:
         "cpu": Suite(cpu_workloads(), both, _CPU, "jax.nn:xla"),
         "hopper-forward": Suite(tuple(hopper_workloads.papers()), ("forward",), _GPU, "jax.nn:cudnn"),
         "hopper-backward": Suite(tuple(hopper_workloads.papers()), ("backward",), _GPU, "jax.nn:cudnn"),
+        "mma": Suite(
+            tuple(hopper_workloads.papers()), ("forward", "backward"), ("torch:flash", "pallas_fa:mma"), "torch:flash"
+        ),
         "hopper-forward-masks": Suite(tuple(hopper_workloads.masked()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(hopper_workloads.masked()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "operands": Suite(

@@ -41,6 +41,7 @@ FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py 
 FLOAT16 = "tests/test_float16_range.py"
 COPIES = "tests/test_mma_copies.py"
 MMA_DECODE, MMA_PAGES = (f"tests/test_mma_decode.py -k {name}" for name in ("one_piece", "pages"))
+MMA_BACKWARD = "tests/test_mma_interpreted.py -k backward"
 PADDING = "tests/test_padding_by_rows.py -k harmless"
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
 LATENT, LATENT_MAXIMA = (f"tests/test_mla.py -k {name}" for name in ("interpreted", "grow"))
@@ -80,6 +81,9 @@ MUTATIONS = (
     Mutation("backends/mma/copies.py", "if at.end > whole", "if at.end < 0", COPIES),
     Mutation("backends/mma/decode/kernel.py", "weight / jnp.where(empty", "1 / jnp.where(empty", MMA_DECODE),
     Mutation("backends/mma/decode/kernel.py", "s0 + key, pages[", "s0, pages[", MMA_PAGES),
+    Mutation("backends/mma/backward/fused.py", "self.cta.meet()\n        if not", "if not", MMA_BACKWARD),
+    Mutation("backends/mma/backward/fused.py", "+ self.first_streamed, smem", ", smem", MMA_BACKWARD),
+    Mutation("backends/mma/backward/dq.py", "found[present] * scale", "found[present]", MMA_BACKWARD),
     Mutation("backends/gpu/logits.py", "column + of_block * shape[1]", "column", MMA_DECODE),
     Mutation("backends/gpu/row_statistics.py", "is_empty, 0, -delta", "is_empty, 0, delta", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products) - d_lse", "zero_padding(products)", BACKWARD),

@@ -1,7 +1,7 @@
 """A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
 
 Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths,
-pairs of blocks of queries, float32. Forward: few queries by mma.sync, of keys in one piece, in parts and in pages.
+pairs of blocks of queries, float32, by mma.sync. Forward: few queries by mma.sync, of keys in one piece, in parts and in pages.
 """
 
 import functools
@@ -24,7 +24,7 @@ def _normal(seed, *shape):
 
 
 def _loss(q, k, v, bias, **keywords):
-    call = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", **keywords)
+    call = functools.partial(pallas_fa.dot_product_attention, **{"implementation": "mosaic_gpu"} | keywords)
     return (call(q, k, v, bias=bias).astype(jnp.float32) ** 2).sum()
 
 
@@ -51,6 +51,9 @@ def main(names: Sequence[str] = ()) -> None:
         ),
         # Only where the diagonal ends at a tile's corner.
         "causal, heads of a tile before the next": ((256, 8, 1, 128), None, causal),
+        "mma, gradients, H=64": ((*two_heads, 64), None, causal | {"implementation": "mma"}),
+        "mma, gradients, H=128": ((*two_heads, 128), None, {"implementation": "mma"}),
+        "mma, gradients, causal, H=256": ((*two_heads, 256), None, causal | {"implementation": "mma"}),
     }
     for name, ((T, N, K, H), bias, keywords) in calls.items():
         if names and not any(part in name for part in names):

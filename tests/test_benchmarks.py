@@ -244,6 +244,14 @@ def test_what_flash_attention_3_lacks_is_named():
         flash_attn3.attend(self_attention("capped", 1, 24, 2, 8, soft_cap=2.0), {})
 
 
+def test_what_pytorch_is_not_here_for_is_named():
+    program = run.programs_of(
+        [self_attention("capped", 1, 24, 2, 8, soft_cap=2.0)], ["forward"], [parse("torch:flash")]
+    )
+    program[0][0].compile()
+    assert program[0][0].error == "NotImplementedError: torch:flash has no masks but a causal one of a square"
+
+
 def test_cudnn_is_there_for_dropout_alone():
     with pytest.raises(NotImplementedError, match="^cudnn:jax is here for dropout alone"):
         cudnn.attend(self_attention("plain", 1, 24, 2, 8), {})

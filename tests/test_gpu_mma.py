@@ -1,6 +1,7 @@
 """The compiled kernels by mma.sync, named on any CUDA GPU: the table against float64 truth, reruns, forms of tiles."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.backends.mma.config import Config, DecodeConfig, ForwardConfig
+from pallas_fa.backends.mma.config import Config, DecodeConfig, ForwardConfig, FusedBackwardConfig
 from tests import test_decode, test_paged_attention
 from tests.cases import Case
 from tests.test_gpu import KERNEL_CASES, LONG_CASES, RELATIVE_CASES, WIDE_CASES
@@ -19,6 +20,22 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", KERNEL_CASES + WIDE_CASES + LONG_CASES + RELATIVE_CASES, ids=str)
 def test_kernels_are_accurate(case, check):
     check(case, "mma", gradients=True)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES[::5] + WIDE_CASES[::3], ids=str)
+def test_gradients_in_a_fixed_order_are_accurate(case, check):
+    check(case, "mma", gradients=True, deterministic_gradients=True)
+
+
+FUSED_TILES = [FusedBackwardConfig(wgs, rows, width, stages) for wgs, rows, width in ((1, 64, 32), (1, 128, 32),
+               (1, 64, 64), (2, 128, 16), (2, 64, 32), (2, 128, 32)) for stages in (1, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles", FUSED_TILES, ids=str)
+@pytest.mark.parametrize("mask, score", [("causal", "plain"), ("packed", "soft_cap"), ("lengths", "plain")])
+def test_every_form_of_one_pass_is_accurate(tiles, mask, score, check):
+    case = Case(333, 517, mask, score, "bfloat16", N=4, K=2, H=128, Hv=128)
+    check(case, "mma", gradients=True, config=Config(backward=tiles))
 
 
 TILES = [ForwardConfig(wgs, rows, block_kv, stages) for wgs in (1, 2) for rows in (64, 128) for block_kv in (32, 64)
@@ -68,3 +85,31 @@ def test_reruns_give_the_same_bits(mask):
     for _ in range(100):
         for x, y in zip(attention(*map(jnp.asarray, inputs.qkv)), first, strict=True):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["one pass", "deterministic"])
+def test_gradients_of_a_thousand_reruns(H, deterministic):
+    """All of them bitwise equal in a fixed order; in one pass those of keys and values are, and dQ but for its rounding."""
+    inputs = Case(1000, 1100, "packed", "plain", "bfloat16", N=8, K=4, H=H, Hv=H).inputs()
+    call = functools.partial(
+        pallas_fa.dot_product_attention, implementation="mma", deterministic_gradients=deterministic
+    )
+
+    @jax.jit
+    def gradients(qkv, arrays, d_out):
+        return jax.vjp(lambda *qkv: call(*qkv, **inputs.keywords(arrays)), *qkv)[1](d_out)
+
+    @jax.jit
+    def differences(one, other):
+        """Of each gradient, over its norm."""
+        norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
+        return jnp.stack([norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(one, other, strict=True)])
+
+    given = inputs.qkv, inputs.arrays, inputs.d_out
+    first, largest = gradients(*given), jnp.zeros(3)
+    for _ in range(1000):
+        largest = jnp.maximum(largest, differences(gradients(*given), first))
+    of_q, *of_keys = map(float, largest)
+    assert of_keys == [0, 0]
+    assert of_q == 0 if deterministic else of_q < 1e-3

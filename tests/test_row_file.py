@@ -144,8 +144,8 @@ _KNOWN = "Known are 'mosaic_gpu', 'mma', 'xla', 'reference'"
         (run.main, ["--implementations", "jax.nn:no"], "'no' is not known. Of jax.nn are known None, cudnn, xla"),
         (
             run.main,
-            ["--implementations", "torch:flash"],
-            "a library of pallas_fa, jax.nn, einsum, tokamax, dew_flash_attn",
+            ["--implementations", "triton:flash"],
+            "a library of pallas_fa, jax.nn, einsum, tokamax, dew_flash_attn, cudnn, torch",
         ),
         (run.main, ["--implementations", "tokamax:mosaic"], "tokamax is not installed here"),
         (run.main, ["--baseline", "jax.nn:cudnn"], "name one that is measured beside: jax.nn:xla, pallas_fa:xla"),

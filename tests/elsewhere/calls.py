@@ -30,7 +30,7 @@ from pallas_fa.backends.hopper.forward.scratch import on_gpu as hopper_forward_s
 from pallas_fa.backends.hopper.forward.table import ForwardFacts as HopperForwardFacts
 from pallas_fa.backends.hopper.forward.table import forward_configs as hopper_forward_configs
 from pallas_fa.backends.mma.backward import backward as mma_backward
-from pallas_fa.backends.mma.backward.plan import BackwardPlan, passes
+from pallas_fa.backends.mma.backward.plan import FUSED, BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu as mma_backward_scratch
 from pallas_fa.backends.mma.backward.table import BackwardFacts, backward_configs
 from pallas_fa.backends.mma.config import Config
@@ -110,10 +110,10 @@ def _mma(gpu, head_dim, causal):
             yield Call("mma forward", head_dim, tiles, causal, run, (x, x, x))
     problem = _problem(head_dim, causal)
     rows = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    for kind in passes(problem):
+    for kind in (FUSED, *passes(problem)):
         for tiles in backward_configs(BackwardFacts(kind.gives, head_dim, memory))[: None if causal else 1]:
             plan = BackwardPlan(problem, kind, tiles, gpu)
-            if fits(mma_backward_scratch(plan), gpu):
+            if plan.why_not_fused is None and fits(mma_backward_scratch(plan), gpu):
                 run = functools.partial(_mma_pass, plan)
                 yield Call(
                     f"mma backward {' '.join(kind.gives)}", head_dim, tiles, causal, run, (x, x, x, x, rows, rows)

@@ -52,6 +52,11 @@ class BackwardCore:
         return self.problem.dims.T if self.kind.keys_stationary else self.problem.dims.S
 
     @property
+    def tile(self) -> int:
+        """Positions of a streamed tile."""
+        return self.config.width
+
+    @property
     def turns_arrays(self) -> bool:
         """Whether the kernel transposes tiles of arrays of 16-bit elements as it loads them."""
         return False

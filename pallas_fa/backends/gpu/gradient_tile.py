@@ -74,7 +74,7 @@ class TileOfLogits:
         precise = problem.dtype == jnp.float32
         if not at.is_boundary:
             return cls(at, t, s, score, precise=precise)
-        q_tile, kv_tile = (c.width, c.block) if plan.kind.keys_stationary else (c.block, c.width)
+        q_tile, kv_tile = (plan.tile, c.block) if plan.kind.keys_stationary else (c.block, plan.tile)
         s_end = dims.S if dims.S % kv_tile else None
         t_end = dims.T if plan.scored and dims.T % q_tile else None
         ends = (s_end, t_end) if plan.kind.keys_stationary else (t_end, s_end)

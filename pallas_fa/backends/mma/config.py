@@ -66,6 +66,49 @@ class BackwardConfig:
         """Stationary positions of a CTA."""
         return self.rows * self.wgs
 
+    @property
+    def tile(self) -> int:
+        """Streamed positions of a step."""
+        return self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedBackwardConfig:
+    """Tiles of the backward kernel that gives all gradients in one pass.
+
+    A CTA holds a block of keys and loops over tiles of queries. Each warpgroup computes the logits of all of these keys and
+    of a part of the queries; P and dS go to the others through shared memory, and each holds a part of the columns of dK
+    and dV.
+
+    Args:
+      wgs: warpgroups of a CTA.
+      rows: keys of a CTA.
+      width: queries of which a warpgroup computes the logits in a step.
+      stages: tiles of queries in shared memory. With 2, one is loaded while the one before is used.
+      l2_head_group: as for the forward kernel.
+    """
+
+    wgs: int = 2
+    rows: int = 128
+    width: int = 32
+    stages: int = 2
+    l2_head_group: int = 8
+
+    def __post_init__(self):
+        _check(self)
+        if self.width not in (16, 32, 64):
+            raise ValueError(f"width={self.width} must be 16, 32 or 64: two tiles of logits lie in registers.")
+
+    @property
+    def block(self) -> int:
+        """Stationary positions of a CTA."""
+        return self.rows
+
+    @property
+    def tile(self) -> int:
+        """Streamed positions of a step."""
+        return self.width * self.wgs
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -112,19 +155,19 @@ class Config:
     """
 
     forward: ForwardConfig | None = None
-    backward: BackwardConfig | None = None
+    backward: BackwardConfig | FusedBackwardConfig | None = None
     decode: DecodeConfig | None = None
 
     def __post_init__(self):
-        for name, kind in (("forward", ForwardConfig), ("backward", BackwardConfig), ("decode", DecodeConfig)):
+        backward = BackwardConfig, FusedBackwardConfig
+        for name, kinds in (("forward", (ForwardConfig,)), ("backward", backward), ("decode", (DecodeConfig,))):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(
-                    f"{name}={value!r} must be a {kind.__name__} of pallas_fa.backends.mma.config, or None."
-                )
+            if value is not None and not isinstance(value, kinds):
+                names = " or a ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{name}={value!r} must be a {names} of pallas_fa.backends.mma.config, or None.")
 
 
-def _check(config: ForwardConfig | BackwardConfig) -> None:
+def _check(config: ForwardConfig | BackwardConfig | FusedBackwardConfig) -> None:
     check_types(config)
     if config.wgs not in (1, 2, 4):
         raise ValueError(f"wgs={config.wgs} must be 1, 2 or 4: a CTA has registers for no more.")

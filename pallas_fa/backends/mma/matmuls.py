@@ -85,6 +85,33 @@ class Mma:
             acc = plgpu.mma(acc, left, plgpu.load(b.at[pl.ds(c, _K)], layout=self._rhs))
         return plgpu.layout_cast(acc, ACCUMULATOR)
 
+    def plus_products(self, acc: Any, x: Any, b: Any) -> Any:
+        """Returns an accumulator plus x b.
+
+        `x`: [parts, rows, positions] in shared memory, one part of all positions after the other. `b`: [all positions, dim]
+        in shared memory.
+        """
+        parts, _, count = x.shape
+        if self.interpret:
+            return acc + sum(_dot(x[i], b[pl.ds(i * count, count)]) for i in range(parts))
+        acc = plgpu.layout_cast(acc, TILE)
+        for i in range(parts):
+            left = plgpu.load(x.at[i], layout=self._lhs)
+            for c in range(0, count, _K):
+                right = plgpu.load(b.at[pl.ds(i * count + c, _K)], layout=self._rhs)
+                acc = plgpu.mma(acc, left[:, c : c + _K], right)
+        return plgpu.layout_cast(acc, ACCUMULATOR)
+
+    def product_of_columns(self, a: Any, b: Any) -> Any:
+        """Returns a^T b of a [positions, rows] and b [positions, columns] in shared memory."""
+        if self.interpret:
+            return _dot(a[...].T, b[...])
+        x = self.zeros(a.shape[1], b.shape[1])
+        for c in range(0, a.shape[0], _K):
+            left = plgpu.load(a.at[pl.ds(c, _K)].transpose((1, 0)), layout=self._lhs)
+            x = plgpu.mma(x, left, plgpu.load(b.at[pl.ds(c, _K)], layout=self._rhs))
+        return x
+
     @functools.cached_property
     def _lhs(self):
         return plgpu.Layout.MMA_LHS(self.dtype)

@@ -18,10 +18,11 @@ from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics, row_sums
 from pallas_fa.backends.gpu.shared_memory import fits
-from pallas_fa.backends.mma.backward.choose import choose
+from pallas_fa.backends.mma.backward.choose import plans
+from pallas_fa.backends.mma.backward.fused import FusedBackward
 from pallas_fa.backends.mma.backward.gmem import named
 from pallas_fa.backends.mma.backward.kernel import Backward
-from pallas_fa.backends.mma.backward.plan import BackwardPlan, passes
+from pallas_fa.backends.mma.backward.plan import BackwardPlan
 from pallas_fa.backends.mma.backward.scratch import on_gpu
 from pallas_fa.backends.mma.backward.scratch import scratch as scratch_of
 from pallas_fa.problem import Operands, Problem, Residuals
@@ -30,12 +31,11 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
-    for kind in passes(problem):
-        plan = choose(problem, kind, gpu)
+    for plan in plans(problem, gpu):
         if not fits(on_gpu(plan), gpu):
             return "the arrays of the mask and the score need more shared memory than the backward kernel has"
-        if plan.why_not_deterministic:
-            return plan.why_not_deterministic
+        if reason := plan.why_not_fused or plan.why_not_deterministic:
+            return reason
     return why_not_pullback(problem)
 
 
@@ -51,8 +51,7 @@ def backward(
     factor = -LOG2E if problem.score is None else -1.0
     neg_lse, delta, d_sinks = row_statistics(problem, residuals, row_sums(problem, residuals.out, d_out), d_lse, factor)
     found = {}
-    for kind in passes(problem):
-        plan = choose(problem, kind, gpu, interpret)
+    for plan in plans(problem, gpu, interpret):
         found |= run(plan, residuals.operands, d_out, neg_lse, delta)
     count = len(float_arrays(residuals.operands.score))
     return found["dq"], found["dk"], found["dv"], *(found[i] for i in range(count)), *d_sinks
@@ -66,10 +65,11 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
     # which JAX refuses.
     zero, delta = lax.optimization_barrier((jnp.float32(0), delta))
     added = [jax.new_ref(jnp.full(plan.added_shape(i), zero)) for i in scores.added]
+    dq = [jax.new_ref(jnp.full(plan.dq.shape, zero))] if kind.fused else []
     inputs = dict(dq=q, dk=k, dv=v)
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
-        Backward(plan, named(plan, refs), scratch).run()
+        (FusedBackward if kind.fused else Backward)(plan, named(plan, refs), scratch).run()
 
     results = launch(
         flash_attention_backward,
@@ -78,6 +78,7 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
         delta,
         *plan.in_memory(operands),
         *added,
+        *dq,
         out_type=(
             *(jax.ShapeDtypeStruct(inputs[name].shape, plan.problem.dtype) for name in kind.stored),
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
@@ -87,4 +88,7 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
         scratch=scratch_of(plan),
         semantics=plgpu.LoweringSemantics.Lane,
     )
-    return plan.gradients(operands, results, [jax.freeze(ref) for ref in added])
+    found = plan.gradients(operands, results, [jax.freeze(ref) for ref in added])
+    if kind.fused:
+        found["dq"] = plan.dq.total(jax.freeze(*dq), plan.qk_scale, plan.problem.dtype)
+    return found

@@ -1,17 +1,33 @@
-"""The choice of a backward pass's tiles."""
+"""The choice of the backward's passes, and of the tiles of each."""
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.gradient_pass import GradientPass
-from pallas_fa.backends.gpu.shared_memory import first_that_fits
-from pallas_fa.backends.mma.backward.plan import BackwardPlan
+from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
+from pallas_fa.backends.mma.backward.plan import FUSED, BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu
 from pallas_fa.backends.mma.backward.table import BackwardFacts, backward_configs
+from pallas_fa.backends.mma.config import FusedBackwardConfig
 from pallas_fa.problem import Problem
 
 
-def choose(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = False) -> BackwardPlan:
-    """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
+def plans(problem: Problem, gpu: Gpu, interpret: bool = False) -> tuple[BackwardPlan, ...]:
+    """Returns the passes that give all gradients: one, where it may be and there are tiles for it; else two or three.
+
+    Their tiles are those that the call names, else the first of the table that fit shared memory.
+    """
     named = problem.config and problem.config.backward
-    facts = BackwardFacts(kind.gives, -(-max(problem.H, problem.Hv) // 64) * 64, gpu.shared_memory // 1024)
-    configs = (named,) if named else backward_configs(facts)
-    return first_that_fits([BackwardPlan(problem, kind, config, gpu, interpret) for config in configs], on_gpu, gpu)
+    of = lambda kind, config: BackwardPlan(problem, kind, config, gpu, interpret)
+    if isinstance(named, FusedBackwardConfig):
+        return (of(FUSED, named),)
+    if not named:
+        fused = (of(FUSED, config) for config in _in_table(problem, FUSED, gpu))
+        for plan in fused:
+            if plan.why_not_fused is None and fits(on_gpu(plan), gpu):
+                return (plan,)
+    configs = lambda kind: (named,) if named else _in_table(problem, kind, gpu)
+    of_kind = lambda kind: first_that_fits([of(kind, config) for config in configs(kind)], on_gpu, gpu)
+    return tuple(map(of_kind, passes(problem)))
+
+
+def _in_table(problem, kind, gpu):
+    head_dim = -(-max(problem.H, problem.Hv) // 64) * 64
+    return backward_configs(BackwardFacts(kind.gives, head_dim, gpu.shared_memory // 1024))

@@ -61,22 +61,27 @@ class Backward:
         if not plan.kind.keys_stationary and plan.problem.mask is not None:
             self.number = plan.visits.blocks - 1 - at.cta  # under most masks later queries see more keys: longest first
         self.start = self.number * c.block + self.cta.wg * c.rows
+        self.first_streamed = 0  # of this warpgroup, in a streamed tile
 
     def run(self) -> None:
         """Computes the gradients of the block and stores them."""
-        plan, kind, group = self.plan, self.plan.kind, self.plan.problem.group
+        kind, group = self.plan.kind, self.plan.problem.group
         self._load_stationary()
-        shape = lambda tiles: (plan.config.rows, tiles.padded_dim)
-        sums = Sums(
-            self.mma.accumulator(*shape(plan.tiles.stationary_qk)) if kind.accumulates_qk else None,
-            self.mma.accumulator(*shape(plan.tiles.stationary_pv)) if kind.accumulates_pv else None,
-            (),
-        )
+        sums = self._no_sums()
         if kind.keys_stationary and group > 1:
             sums = lax.fori_loop(0, group, lambda g, sums: self._head(self.head * group + g, sums), sums)
         else:
             sums = self._head(self.head, sums)
         self._store(sums)
+
+    def _no_sums(self):
+        plan, kind = self.plan, self.plan.kind
+        shape = lambda tiles: (plan.config.rows, tiles.padded_dim)
+        return Sums(
+            self.mma.accumulator(*shape(plan.tiles.stationary_qk)) if kind.accumulates_qk else None,
+            self.mma.accumulator(*shape(plan.tiles.stationary_pv)) if kind.accumulates_pv else None,
+            (),
+        )
 
     def _head(self, n, sums):
         """Adds all steps of query head n: boundary tiles, full tiles, boundary tiles."""
@@ -107,15 +112,23 @@ class Backward:
         return sums._replace(arrays=())
 
     def _step(self, head, is_boundary, i, sums):
-        plan, kind, wg, scratch = self.plan, self.plan.kind, self.cta.wg, self.scratch
         i = jnp.asarray(i, jnp.int32)
         slot = self._slot(head, i)
         self.cta.wait_for_copies()
         load_next = lambda: pl.when(i + 1 < head.last)(lambda: self._load_streamed(head, i + 1))
-        if plan.config.stages > 1:
+        stages = self.plan.config.stages
+        if stages > 1:
             load_next()
+        sums = self._plus_products(self._place(head, is_boundary, i), slot, sums)
+        if stages == 1:
+            self.cta.meet()
+            load_next()
+        return sums
+
+    def _plus_products(self, at, slot, sums):
+        """`sums` plus what the tile at `at` gives, whose streamed operands are in `slot`."""
+        plan, kind, wg, scratch = self.plan, self.plan.kind, self.cta.wg, self.scratch
         streamed_qk, streamed_pv = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
-        at = self._place(head, is_boundary, i)
         kept = at.kept(plan)  # before tiles of logits fill the registers
         drop = lambda x: x if kept is None else kept.select(x)
         s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
@@ -124,22 +137,23 @@ class Backward:
             sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), streamed_pv))
         if kind.accumulates_qk:
             dp = drop(self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv))
-            ds = p * (dp + self._statistic("delta", slot, p.shape))
-            found = [self.mma.as_tile(x) for x in tile.pullback(s, ds, plan.problem.scale)]
-            ds, *gradients = tile.without_nan(found, may_be_nan=plan.scored)
+            ds, *gradients = self._gradients_of_logits(tile, s, p, dp, slot)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
-        if plan.config.stages == 1:
-            self.cta.meet()
-            load_next()
         return sums
+
+    def _gradients_of_logits(self, tile, s, p, dp, slot):
+        """[dS, gradients of the score's arrays] of a tile."""
+        ds = p * (dp + self._statistic("delta", slot, p.shape))
+        found = [self.mma.as_tile(x) for x in tile.pullback(s, ds, self.plan.problem.scale)]
+        return tile.without_nan(found, may_be_nan=self.plan.scored)
 
     def _place(self, head, is_boundary, i):
         number = self._tile(head, i)
         scalars = head.scalars
         if is_boundary:
             scalars = scalars | self.plan.arrays.words(self.gmem.arrays, self.b, head.n, self.number, number)
-        streamed = number * self.plan.config.width
+        streamed = number * self.plan.tile + self.first_streamed
         return TilePlace(self.b, head.n, self.start, streamed, is_boundary, scalars, head.dropout)
 
     def _probabilities(self, at, s, slot):
@@ -220,8 +234,8 @@ class Backward:
         self.cta.copies.row(gmem.at[pl.ds(first, count)], smem, limit)
 
     def _load_streamed(self, head, i):
-        plan, width, slot = self.plan, self.plan.config.width, self._slot(head, i)
-        first = self._tile(head, i) * width
+        plan, slot = self.plan, self._slot(head, i)
+        first = self._tile(head, i) * plan.tile
         by_keys = plan.kind.keys_stationary
         of_head = head.n if by_keys else lax.div(head.n, jnp.int32(plan.problem.group))
         length = self._length(head.scalars, streamed=True)
@@ -256,9 +270,12 @@ class Backward:
 
     def _statistic(self, name, slot, shape):
         """-lse or -delta, broadcast to a tile."""
-        smem, by_keys = self.scratch[f"{name}_smem"], self.plan.kind.keys_stationary
-        values = plgpu.load(smem.at[slot if by_keys else self.cta.wg], layout=PER_COLUMN if by_keys else PER_ROW)
+        by_keys = self.plan.kind.keys_stationary
+        values = plgpu.load(self._statistic_ref(name, slot), layout=PER_COLUMN if by_keys else PER_ROW)
         return lax.broadcast_in_dim(values, shape, [1 if by_keys else 0])
+
+    def _statistic_ref(self, name, slot):
+        return self.scratch[f"{name}_smem"].at[slot if self.plan.kind.keys_stationary else self.cta.wg]
 
     def _scalars(self, n):
         """The arrays without positions, by number."""

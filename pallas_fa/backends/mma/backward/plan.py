@@ -8,16 +8,19 @@ from pallas_fa.backends.gpu.backward_plan import BackwardCore
 from pallas_fa.backends.gpu.gradient_pass import ByRole, GradientPass
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
-from pallas_fa.backends.mma.config import BackwardConfig
+from pallas_fa.backends.mma.backward.dq import DqSums
+from pallas_fa.backends.mma.config import BackwardConfig, FusedBackwardConfig
 from pallas_fa.backends.mma.tiles import Tiles
 from pallas_fa.problem import Problem
+from pallas_fa.scores.base import float_leaves
+
+FUSED = GradientPass(("dk", "dv", "dq"))
 
 
 def passes(problem: Problem) -> tuple[GradientPass, ...]:
-    """Returns the passes over the logits that give all gradients.
+    """Returns the passes over the logits that give all gradients in a fixed order.
 
-    None adds dQ up in device memory, which is slower than to compute the logits again. At head dims past 128 the sums of
-    one gradient fill the registers.
+    At head dims past 128 the sums of one gradient fill the registers.
     """
     if max(problem.H, problem.Hv) > 128:
         return GradientPass(("dv",)), GradientPass(("dk",)), GradientPass(("dq",))
@@ -28,7 +31,34 @@ def passes(problem: Problem) -> tuple[GradientPass, ...]:
 class BackwardPlan(BackwardCore):
     """All that is static in one pass."""
 
-    config: BackwardConfig
+    config: BackwardConfig | FusedBackwardConfig
+
+    @property
+    def tile(self) -> int:
+        """Positions of a streamed tile."""
+        return self.config.tile
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """None if this pass gives all gradients, and its warpgroups can share the columns of dK and dV; else the reason."""
+        problem, wgs = self.problem, self.config.wgs
+        named = f"{self.config} gives all gradients in one pass, which"
+        if not self.kind.fused:
+            return None
+        if problem.deterministic_gradients:
+            return f"{named} adds dQ up in no fixed order, so it can't do that with deterministic_gradients=True"
+        if float_leaves(problem.score):
+            return f"{named} gives no gradients of a score's arrays"
+        if any(-(-dim // 64) % wgs for dim in (problem.H, problem.Hv)):
+            return f"{named} needs head dims of a multiple of {64 * wgs} columns, with {wgs=}, once rounded up to 64"
+        return None
+
+    @functools.cached_property
+    def dq(self) -> DqSums:
+        """How the fused pass adds dQ up."""
+        problem, visits, tiles = self.problem, self.visits, self.tiles.streamed_qk
+        sizes = tiles.dim, tiles.padded_dim, visits.tiles * visits.tile, visits.blocks
+        return DqSums(problem.dims, problem.layout, *sizes, self.interpret)
 
     @functools.cached_property
     def arrays(self) -> KernelArrays:
@@ -39,8 +69,8 @@ class BackwardPlan(BackwardCore):
     def tiles(self) -> ByRole:
         """How the tiles of the operands lie in shared memory."""
         problem, c, keys_stationary = self.problem, self.config, self.kind.keys_stationary
-        queries = problem.dims.T, c.width if keys_stationary else c.block
-        keys = problem.dims.S, c.block if keys_stationary else c.width
+        queries = problem.dims.T, c.tile if keys_stationary else c.block
+        keys = problem.dims.S, c.block if keys_stationary else c.tile
         tiles = lambda length, block, dim: Tiles(length, dim, problem.dtype, problem.layout, self.interpret, block)
         q, k = (tiles(*x, problem.H) for x in (queries, keys))
         v, d_out = (tiles(*x, problem.Hv) for x in (keys, queries))
@@ -51,7 +81,7 @@ class BackwardPlan(BackwardCore):
         """Which tiles each CTA visits."""
         c = self.config
         lengths = self.stationary, self.streamed
-        return StreamedVisits(self.problem.mask, self.kind, self.scored, *lengths, c.block, c.width, warpgroups=1)
+        return StreamedVisits(self.problem.mask, self.kind, self.scored, *lengths, c.block, c.tile, warpgroups=1)
 
     @property
     def heads(self) -> int:

@@ -1,0 +1,106 @@
+"""The body of the fused pass: dK and dV of a block of keys, and its part of dQ, which is added up in device memory.
+
+FlashAttention-2 (Dao, arXiv 2307.08691) in one kernel of five matmuls. In a step each warpgroup computes S^T = K Q^T and
+dP^T = V dO^T of all keys of the CTA and its own queries. P^T and dS^T of all warpgroups go to shared memory, and each adds
+P^T dO to its columns of dV and dS^T Q to those of dK. dQ^T = K^T dS^T of its own queries goes to device memory.
+"""
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+
+from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.mma import arrays
+from pallas_fa.backends.mma.backward.gmem import Refs
+from pallas_fa.backends.mma.backward.kernel import Backward, Sums
+from pallas_fa.backends.mma.backward.plan import BackwardPlan
+
+
+class FusedBackward(Backward):
+    """What a warpgroup does for its queries and its columns of one block of keys."""
+
+    def __init__(self, plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]):
+        super().__init__(plan, gmem, scratch)
+        self.start = self.number * plan.config.block
+        self.own = pl.ds(self.cta.wg * plan.config.width, plan.config.width)
+        self.first_streamed = self.own.start
+
+    def _no_sums(self):
+        tiles, config = self.plan.tiles, self.plan.config
+        of = lambda dim: self.mma.accumulator(config.rows, dim // config.wgs)
+        return Sums(of(tiles.stationary_qk.padded_dim), of(tiles.stationary_pv.padded_dim), ())
+
+    def _columns(self, smem):
+        """This warpgroup's columns of a tile."""
+        count = smem.shape[1] // self.plan.config.wgs
+        return smem.at[:, pl.ds(self.cta.wg * count, count)]
+
+    def _plus_products(self, at, slot, sums):
+        plan, scratch, wg = self.plan, self.scratch, self.cta.wg
+        alone = plan.config.wgs == 1
+        keys, values = (scratch[f"stationary_{name}_smem"].at[0] for name in ("qk", "pv"))
+        queries, d_out = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
+        kept = at.kept(plan)  # before tiles of logits fill the registers
+        drop = lambda x: x if kept is None else kept.select(x)
+        s = self.mma.inner_products(keys, queries.at[self.own])
+        tile, p = self._probabilities(at, s, slot)
+        if alone:
+            sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), d_out))
+        else:
+            self._share("p_smem", drop(p))
+        dp = drop(self.mma.inner_products(values, d_out.at[self.own]))
+        (ds,) = self._gradients_of_logits(tile, s, p, dp, slot)
+        self._share("ds_smem", ds)
+        if alone:
+            sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, queries))
+        self.cta.meet()
+        if not alone:
+            pv = self.mma.plus_products(sums.pv, scratch["p_smem"], self._columns(d_out))
+            sums = sums._replace(pv=pv, qk=self.mma.plus_products(sums.qk, scratch["ds_smem"], self._columns(queries)))
+        dq = self.mma.product_of_columns(keys, scratch["ds_smem"].at[wg])
+        plan.dq.add(self.gmem.dq, dq, at.b, at.n, self.number, at.streamed)
+        return sums
+
+    def _share(self, name, x):
+        """Rounds a tile of logits and stores it where the other warps, and warpgroups, read it."""
+        self.scratch[name].at[self.cta.wg][...] = x.astype(self.plan.problem.dtype)
+
+    def _store(self, sums):
+        plan = self.plan
+        self.cta.wait_for_copies()
+        dk, dv = (self.scratch[f"stationary_{name}_smem"].at[0] for name in ("qk", "pv"))
+        of_dv = self.mma.accumulated(sums.pv)
+        of_dv = of_dv if plan.dropout_scale is None else of_dv * plan.dropout_scale
+        self._columns(dv)[...] = of_dv.astype(plan.problem.dtype)
+        self._columns(dk)[...] = (self.mma.accumulated(sums.qk) * plan.qk_scale).astype(plan.problem.dtype)
+        self.cta.meet()
+
+        def store(tiles, source, name):
+            tiles.store(self.cta.copies, source, self.gmem.gradients[name], self.b, self.start, self.head)
+
+        self.cta.only(0, lambda: store(plan.tiles.stationary_pv, dv, "dv"))
+        self.cta.only(-1, lambda: store(plan.tiles.stationary_qk, dk, "dk"))
+
+    def _load_stationary(self):
+        length = self._stationary_length()
+
+        def load(name):
+            tiles, gmem = getattr(self.plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
+            smem = self.scratch[f"stationary_{name}_smem"].at[0]
+            tiles.load(self.cta.copies, gmem, self.b, self.start, self.head, smem, length)
+
+        self.cta.only(0, lambda: load("qk"))
+        self.cta.only(-1, lambda: load("pv"))
+
+    def _load_array(self, head, a, first, slot):
+        array, wgs, wg = self.plan.arrays[a], self.plan.config.wgs, self.cta.wg
+        smem = self.scratch[f"array{a}_smem"].at[wg if array.kind == "column" else (slot, wg)]
+        gmem = self.gmem.arrays[a].at[array.index(self.b, head.n)]
+        arrays.load(self.cta.copies, array, gmem, self.start, first + self.first_streamed, smem, wgs)
+
+    def _array(self, a, slot, shape):
+        array, wg = self.plan.arrays[a], self.cta.wg
+        return array.load(self.scratch[f"array{a}_smem"].at[wg if array.kind == "column" else (slot, wg)], shape, TILE)
+
+    def _statistic_ref(self, name, slot):
+        return self.scratch[f"{name}_smem"].at[slot, self.own]
