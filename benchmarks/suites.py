@@ -44,7 +44,10 @@ def suites() -> dict[str, Suite]:
         "hopper-forward": Suite(tuple(hopper_workloads.papers()), ("forward",), _GPU, "jax.nn:cudnn"),
         "hopper-backward": Suite(tuple(hopper_workloads.papers()), ("backward",), _GPU, "jax.nn:cudnn"),
         "mma": Suite(
-            tuple(hopper_workloads.papers()), ("forward", "backward"), ("torch:flash", "pallas_fa:mma"), "torch:flash"
+            (*hopper_workloads.papers(), *hopper_workloads.masked()),
+            ("forward", "backward"),
+            ("torch:flash", "pallas_fa:mma"),
+            "torch:flash",
         ),
         "hopper-forward-masks": Suite(tuple(hopper_workloads.masked()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(hopper_workloads.masked()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),

@@ -1,7 +1,8 @@
 """A few small calls of the kernels, for `compute-sanitizer --tool memcheck python -m tests.sanitizer_calls` on a GPU.
 
 Forward and backward: full, causal and with a window, packed documents, a bias with its gradient, grouped heads, odd lengths,
-pairs of blocks of queries, float32, by mma.sync. Forward: few queries by mma.sync, of keys in one piece, in parts and in pages.
+pairs of blocks of queries, float32; full and causal by mma.sync. Forward: few queries by mma.sync, of keys in one piece, in
+parts and in pages.
 """
 
 import functools

@@ -17,6 +17,14 @@ SPILLED = 32  # bytes that a kernel may spill
 # What may spill more, in steps of 32 bytes, and for which GPUs. What it costs was measured for Hopper's kernels alone.
 EXCEPTIONS = {
     ("mma forward", 128, mma.ForwardConfig(1, 128, 64)): {"sm_80": 128, "sm_90a": 128, "sm_100a": 160},
+    ("mma backward dk dv dq", 64, mma.FusedBackwardConfig(1, 128, 32)): dict.fromkeys(
+        ("sm_86", "sm_89", "sm_120a"), 96
+    ),
+    ("mma backward dk dv dq", 128, mma.FusedBackwardConfig(2, 128, 32)): {"sm_80": 96},
+    ("mma backward dk dv dq", 128, mma.FusedBackwardConfig(2, 128, 32, stages=1)): {
+        "sm_80": 96,
+        **dict.fromkeys(("sm_90a", "sm_100a"), 64),
+    },
     ("mma backward dk dv", 64, mma.BackwardConfig(1, 128, 32)): {
         **dict.fromkeys(("sm_80", "sm_100a", "sm_120a"), 64),
         **dict.fromkeys(("sm_86", "sm_89"), 96),

@@ -103,7 +103,7 @@ def _operands(problem, q, k, v):
 def _mma(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     memory = gpu.shared_memory // 1024
-    for tiles in forward_configs(ForwardFacts(head_dim, memory))[: None if causal else 1]:
+    for tiles in forward_configs(ForwardFacts(head_dim, T, memory))[: None if causal else 1]:
         problem = _problem(head_dim, causal, Config(forward=tiles))
         if fits(mma_forward_scratch(ForwardPlan(problem, tiles)), gpu):
             run = lambda q, k, v, problem=problem: mma_forward.forward(problem, _operands(problem, q, k, v), gpu)

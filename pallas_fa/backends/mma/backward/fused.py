@@ -23,7 +23,7 @@ class FusedBackward(Backward):
         super().__init__(plan, gmem, scratch)
         self.start = self.number * plan.config.block
         self.own = pl.ds(self.cta.wg * plan.config.width, plan.config.width)
-        self.first_streamed = self.own.start
+        self.first_streamed, self.sharer = self.own.start, self.cta.wg
 
     def _no_sums(self):
         tiles, config = self.plan.tiles, self.plan.config
@@ -35,7 +35,7 @@ class FusedBackward(Backward):
         count = smem.shape[1] // self.plan.config.wgs
         return smem.at[:, pl.ds(self.cta.wg * count, count)]
 
-    def _plus_products(self, at, slot, sums):
+    def _plus_products(self, at, slot, sums, release):
         plan, scratch, wg = self.plan, self.scratch, self.cta.wg
         alone = plan.config.wgs == 1
         keys, values = (scratch[f"stationary_{name}_smem"].at[0] for name in ("qk", "pv"))
@@ -49,7 +49,8 @@ class FusedBackward(Backward):
         else:
             self._share("p_smem", drop(p))
         dp = drop(self.mma.inner_products(values, d_out.at[self.own]))
-        (ds,) = self._gradients_of_logits(tile, s, p, dp, slot)
+        ds, *gradients = self._gradients_of_logits(tile, s, p, dp, slot)
+        sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
         self._share("ds_smem", ds)
         if alone:
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, queries))
@@ -57,6 +58,7 @@ class FusedBackward(Backward):
         if not alone:
             pv = self.mma.plus_products(sums.pv, scratch["p_smem"], self._columns(d_out))
             sums = sums._replace(pv=pv, qk=self.mma.plus_products(sums.qk, scratch["ds_smem"], self._columns(queries)))
+        release()
         dq = self.mma.product_of_columns(keys, scratch["ds_smem"].at[wg])
         plan.dq.add(self.gmem.dq, dq, at.b, at.n, self.number, at.streamed)
         return sums

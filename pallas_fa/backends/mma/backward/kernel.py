@@ -62,6 +62,7 @@ class Backward:
             self.number = plan.visits.blocks - 1 - at.cta  # under most masks later queries see more keys: longest first
         self.start = self.number * c.block + self.cta.wg * c.rows
         self.first_streamed = 0  # of this warpgroup, in a streamed tile
+        self.sharer = 0  # its number among the warpgroups that hold the same stationary positions
 
     def run(self) -> None:
         """Computes the gradients of the block and stores them."""
@@ -108,7 +109,7 @@ class Backward:
                 step = functools.partial(self._step, head, is_boundary)
                 sums = lax.fori_loop(bounds[i], bounds[i + 1], step, sums)
         for i, x in zip(plan.score_gradients.summed, sums.arrays, strict=True):
-            self.gmem.summed[i][self.b, n, pl.ds(self.start, plan.config.rows)] = x
+            self.gmem.summed[i][self.sharer, self.b, n, pl.ds(self.start, plan.config.rows)] = x
         return sums._replace(arrays=())
 
     def _step(self, head, is_boundary, i, sums):
@@ -116,16 +117,18 @@ class Backward:
         slot = self._slot(head, i)
         self.cta.wait_for_copies()
         load_next = lambda: pl.when(i + 1 < head.last)(lambda: self._load_streamed(head, i + 1))
-        stages = self.plan.config.stages
-        if stages > 1:
-            load_next()
-        sums = self._plus_products(self._place(head, is_boundary, i), slot, sums)
-        if stages == 1:
-            self.cta.meet()
-            load_next()
-        return sums
 
-    def _plus_products(self, at, slot, sums):
+        def release():
+            """The tile's slot is no longer read, and gets the next tile where there is no other slot."""
+            if self.plan.config.stages == 1:
+                self.cta.meet()
+                load_next()
+
+        if self.plan.config.stages > 1:
+            load_next()
+        return self._plus_products(self._place(head, is_boundary, i), slot, sums, release)
+
+    def _plus_products(self, at, slot, sums, release):
         """`sums` plus what the tile at `at` gives, whose streamed operands are in `slot`."""
         plan, kind, wg, scratch = self.plan, self.plan.kind, self.cta.wg, self.scratch
         streamed_qk, streamed_pv = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
@@ -140,6 +143,7 @@ class Backward:
             ds, *gradients = self._gradients_of_logits(tile, s, p, dp, slot)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
+        release()
         return sums
 
     def _gradients_of_logits(self, tile, s, p, dp, slot):

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
-from pallas_fa.backends.gpu.backward_plan import BackwardCore
+from pallas_fa.backends.gpu.backward_plan import BackwardCore, has_per_query_gradients
 from pallas_fa.backends.gpu.gradient_pass import ByRole, GradientPass
 from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
@@ -12,7 +13,6 @@ from pallas_fa.backends.mma.backward.dq import DqSums
 from pallas_fa.backends.mma.config import BackwardConfig, FusedBackwardConfig
 from pallas_fa.backends.mma.tiles import Tiles
 from pallas_fa.problem import Problem
-from pallas_fa.scores.base import float_leaves
 
 FUSED = GradientPass(("dk", "dv", "dq"))
 
@@ -47,8 +47,8 @@ class BackwardPlan(BackwardCore):
             return None
         if problem.deterministic_gradients:
             return f"{named} adds dQ up in no fixed order, so it can't do that with deterministic_gradients=True"
-        if float_leaves(problem.score):
-            return f"{named} gives no gradients of a score's arrays"
+        if has_per_query_gradients(problem):
+            return f"{named} gives no gradients of a score's arrays with one value per query"
         if any(-(-dim // 64) % wgs for dim in (problem.H, problem.Hv)):
             return f"{named} needs head dims of a multiple of {64 * wgs} columns, with {wgs=}, once rounded up to 64"
         return None
@@ -82,6 +82,14 @@ class BackwardPlan(BackwardCore):
         c = self.config
         lengths = self.stationary, self.streamed
         return StreamedVisits(self.problem.mask, self.kind, self.scored, *lengths, c.block, c.tile, warpgroups=1)
+
+    def summed_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the float32 gradient of an array, one value per stationary position, in parts."""
+        return (self.config.wgs if self.kind.fused else 1), *super().summed_shape()
+
+    def array_gradient(self, i: int, d: Any, x: Any) -> Any:
+        """Returns the gradient of array i, which is `x`, from what the kernel gave: summed over parts and broadcast dims."""
+        return super().array_gradient(i, d.sum(axis=0) if i in self.score_gradients.summed else d, x)
 
     @property
     def heads(self) -> int:

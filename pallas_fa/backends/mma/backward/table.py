@@ -29,7 +29,8 @@ _SMALL = BackwardConfig(1, 64, 32, stages=1), BackwardConfig(1, 64, 16, stages=1
 TILES = Table(
     "backward/mma-tiles",
     # None for some: then there are passes for the gradients of keys and for those of queries.
-    Row((FusedBackwardConfig(1, 128, 32),), **_H64, gives=_ALL),
+    Row((FusedBackwardConfig(1, 128, 32, stages=1),), **_H64, gives=_ALL, **_LARGE),
+    Row((FusedBackwardConfig(1, 128, 32), FusedBackwardConfig(1, 128, 32, stages=1)), **_H64, gives=_ALL),
     Row((FusedBackwardConfig(2, 128, 32), FusedBackwardConfig(2, 128, 32, stages=1)), **_H128, gives=_ALL, **_LARGE),
     Row((FusedBackwardConfig(2, 128, 16, stages=1),), **_H128, gives=_ALL),
     Row((FusedBackwardConfig(2, 64, 32), FusedBackwardConfig(2, 64, 32, stages=1)), head_dim=up_to(256), gives=_ALL),

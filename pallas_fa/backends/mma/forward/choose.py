@@ -11,6 +11,7 @@ from pallas_fa.problem import Problem
 def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
-    facts = ForwardFacts(-(-max(problem.H, problem.Hv) // 64) * 64, gpu.shared_memory // 1024)
+    head_dim = -(-max(problem.H, problem.Hv) // 64) * 64
+    facts = ForwardFacts(head_dim, problem.dims.S, gpu.shared_memory // 1024)
     plans = [ForwardPlan(problem, config, interpret) for config in ((named,) if named else forward_configs(facts))]
     return first_that_fits(plans, on_gpu, gpu)

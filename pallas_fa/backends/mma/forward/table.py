@@ -10,10 +10,12 @@ class ForwardFacts(NamedTuple):
     """What the choice of tiles depends on.
 
     head_dim: of q, k and v, the largest, rounded up to a multiple of 64.
+    keys: of a head.
     shared_memory: KB that a CTA may have.
     """
 
     head_dim: int
+    keys: int
     shared_memory: int
 
 
@@ -28,6 +30,8 @@ TILES = Table(
     Row((ForwardConfig(1, 128, 64, stages=2), *_SMALL), **_H64),
     Row((ForwardConfig(1, 128, 64), ForwardConfig(1, 128, 32), *_SMALL), **_H128, **_LARGE),
     Row((ForwardConfig(1, 128, 32), *_SMALL), **_H128),
+    # With few CTAs of a head, those of more heads are to run concurrently: the last ones would else be of few.
+    Row((ForwardConfig(2, 64, 64, l2_head_group=16), *_SMALL), keys=up_to(1024), **_LARGE),
     Row((ForwardConfig(2, 64, 64), *_SMALL), **_LARGE),
     Row(_SMALL),
 )
