@@ -1,4 +1,4 @@
-"""Runs a lowered kernel that only copies, as its 128 threads would: what cp.async does, no interpreter of JAX's can show.
+"""Runs a lowered kernel that only copies, or adds to device memory, as its 128 threads would: JAX's interpreter has neither.
 
 It evaluates the operations of the lowered program (`kernel_snapshots.kernels`) on NumPy arrays with one element per thread.
 """
@@ -12,8 +12,9 @@ _OPERATION = re.compile(
     r'^\s*(?:(%\w+) = )?"stable_mosaic_gpu\.([\w.]+)"\(([^)]*)\)(?: \{(.*?)\})?(?: : (.*)|\s*\(\{)?$'
 )
 _THREADS = 128
-_ARITHMETIC = {
-    "addi": np.add, "subi": np.subtract, "muli": np.multiply, "divui": np.floor_divide, "remui": np.remainder,
+_ARITHMETIC = {  # of numbers that are not negative
+    "addi": np.add, "subi": np.subtract, "muli": np.multiply, "divui": np.floor_divide, "divsi": np.floor_divide,
+    "remui": np.remainder,
     "xori": np.bitwise_xor, "andi": np.bitwise_and, "shrui": np.right_shift, "index_cast": lambda x: x, "extui": lambda x: x,
 }  # fmt: skip
 _LESS = {"2", "6"}  # signed and unsigned, of numbers that are not negative
@@ -28,11 +29,11 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
 
-    def at(self, thread: int) -> np.ndarray:
-        """The 16 bytes of a thread."""
+    def at(self, thread: int, size: int = 16) -> np.ndarray:
+        """So many bytes of a thread."""
         start = int(np.broadcast_to(self.offset, (_THREADS,))[thread])
-        assert start % 16 == 0 and 0 <= start <= self.memory.size - 16, "an access outside of the memory"
-        return self.memory[start : start + 16]
+        assert start % size == 0 and 0 <= start <= self.memory.size - size, "an access outside of the memory"
+        return self.memory[start : start + size]
 
 
 def run(text: str, ctas: int, arrays: list[np.ndarray], shared: int) -> list[np.ndarray]:
@@ -112,7 +113,7 @@ class _Threads:
         if name in ("llvm.mul", "llvm.add"):
             return operands[0] * operands[1] if name == "llvm.mul" else operands[0] + operands[1]
         if name == "llvm.getelementptr":
-            size = 1 if "elem_type = i8" in attributes else 16
+            size = _size(re.search(r"elem_type = ([^,}]+)", attributes)[1])  # type: ignore[index]
             return operands[0] + (operands[1] if len(operands) > 1 else numbers("rawConstantIndices")[0]) * size
         if name == "nvvm.cp.async.shared.global":
             target, source, kept = operands if len(operands) == 3 else (*operands, 16)
@@ -123,7 +124,16 @@ class _Threads:
                     target.at(thread)[:count] = source.at(thread)[:count]
             return None
         if name == "llvm.load":
-            return [operands[0].at(i).copy() if mask[i] else None for i in range(_THREADS)] if operands[0] else None
+            size = _size(types.rsplit("-> ", 1)[1])
+            return (
+                [operands[0].at(i, size).copy() if mask[i] else None for i in range(_THREADS)] if operands[0] else None
+            )
+        if name == "llvm.extractelement":
+            return [x.view(np.float32)[operands[1]] for x in operands[0]]
+        if name == "llvm.inline_asm" and (found := re.search(r"red[.\w]*add\.f32 \[\$0\+(\d+)\]", attributes)):
+            for thread in np.flatnonzero(mask):
+                (operands[0] + int(found[1])).at(thread, 4).view(np.float32)[:] += operands[1][thread]
+            return None
         if name == "llvm.store":
             for thread in np.flatnonzero(mask):
                 operands[1].at(thread)[:] = operands[0][thread]
@@ -133,6 +143,12 @@ class _Threads:
 def _strides(shape):
     sizes = [int(x) for x in shape.split("x")]
     return [int(np.prod(sizes[i + 1 :])) for i in range(len(sizes))]
+
+
+def _size(element):
+    """Bytes of an element such as f32, i8 or vector<2xf32>; of a pointer's that no test looks at, 16."""
+    found = re.fullmatch(r"(?:vector<(\d+)x)?[fi](\d+)>?", element.strip())
+    return int(found[1] or 1) * int(found[2]) // 8 if found else 16
 
 
 def _bytes(dtype):

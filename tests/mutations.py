@@ -84,6 +84,7 @@ MUTATIONS = (
     Mutation("backends/mma/backward/fused.py", "self.cta.meet()\n        if not", "if not", MMA_BACKWARD),
     Mutation("backends/mma/backward/fused.py", "+ self.first_streamed, smem", ", smem", MMA_BACKWARD),
     Mutation("backends/mma/backward/dq.py", "found[present] * scale", "found[present]", MMA_BACKWARD),
+    Mutation("backends/mma/backward/dq.py", "tile * 8 + half", "tile * 8", COPIES),
     Mutation("backends/gpu/logits.py", "column + of_block * shape[1]", "column", MMA_DECODE),
     Mutation("backends/gpu/row_statistics.py", "is_empty, 0, -delta", "is_empty, 0, delta", BACKWARD),
     Mutation("backends/gpu/row_statistics.py", "zero_padding(products) - d_lse", "zero_padding(products)", BACKWARD),

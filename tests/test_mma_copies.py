@@ -1,4 +1,5 @@
-"""The copies by cp.async, which JAX's interpreter does not have: their addresses, as the lowered kernel computes them."""
+"""What JAX's interpreter does not have, copies by cp.async and additions to device memory: the addresses, as lowered kernels
+compute them."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.arrays import KernelArray
 from pallas_fa.backends.gpu.grid import AXIS
 from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.mma import arrays
+from pallas_fa.backends.mma.backward.dq import DqSums
 from pallas_fa.backends.mma.copies import Copies
 from pallas_fa.backends.mma.tiles import Tiles
+from pallas_fa.operands.dims import Dims
 from tests import emulated
 from tests.kernel_snapshots import kernels
 
@@ -122,3 +126,28 @@ def test_parts_of_arrays_past_the_end_are_zeros(shape):
 
     left = emulate(body, 3, x, np.zeros((1, 8), jnp.float32), array.scratch(rows=64, columns=64))
     assert [np.count_nonzero(smem) for smem in left] == [left[0].size, left[0].size, 0]
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_tiles_of_dq_are_added_where_they_are_read(layout):
+    """Two tiles of dQ^T, [128 columns, 32 queries], of which 60 queries of 120 columns there are."""
+    sums = DqSums(Dims((2,), 60, 64, 3), layout, 120, 128, 64, key_blocks=1, interpret=False)
+    tiles, memory = counted(2, 128, 32, dtype=jnp.int8).astype(np.float32), np.zeros(sums.shape, np.float32)
+
+    def body(tiles, memory, out, smem):
+        tile = lax.axis_index(AXIS)
+        x = plgpu.load(tiles.at[tile], layout=TILE, optimized=False)
+        sums.add(memory, x, 1, 2, 0, tile * 32)
+
+    def run(*inputs):
+        lane, out_type = plgpu.LoweringSemantics.Lane, (jax.ShapeDtypeStruct((8,), jnp.float32),)
+        scratch = {"smem": plgpu.SMEM((8,), jnp.float32)}
+        return launch(body, *inputs, out_type=out_type, ctas=2, warpgroups=1, scratch=scratch, semantics=lane)
+
+    (text,) = kernels(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (tiles, memory)))
+    emulated.run(text, 2, [tiles, memory, np.zeros(8, np.float32)], 32)
+    found = np.asarray(sums.total(jnp.asarray(memory), 2.0, jnp.float32))
+    expected = np.zeros(found.shape, np.float32)
+    head = (1, slice(None), 2) if layout == "BTNH" else (1, 2)
+    expected[head] = 2 * tiles.swapaxes(1, 2).reshape(64, 128)[:60, :120]
+    np.testing.assert_array_equal(found, expected)

@@ -78,6 +78,14 @@ def test_backward_is_right_and_free_of_races(case, keywords):
     of_hopper_backward.is_right_and_free_of_races(case, keywords, **kernels)
 
 
+@pytest.mark.parametrize("score", ["bias_shared", "bias_head_keys"])
+def test_backward_has_the_arrays_of_each_warpgroup(score):
+    """Tiles of the mask and the bias, or a bias of keys, whose gradient the warpgroups have in parts."""
+    case = dataclasses.replace(of_hopper_backward.WIDE, mask="segments", score=score)
+    kernels = dict(backward=backward, why_no_backward=why_no_backward)
+    of_hopper_backward.is_right_and_free_of_races(case, {"config": Config(backward=FUSED_TILES[0])}, **kernels)
+
+
 @pytest.mark.parametrize("tiles", [BACKWARD_TILES[0], FUSED_TILES[2]], ids=str)
 def test_gradients_of_padding_that_holds_nan_are_zero(tiles):
     case = dataclasses.replace(BASE, batch=(2,), N=2, K=2, mask="lengths")

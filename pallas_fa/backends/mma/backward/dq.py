@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -79,8 +80,8 @@ class DqSums:
                     llvm.inline_asm(ir.Type.parse("!llvm.void"), [pointer, value], text, "l,f", has_side_effects=True)
 
         run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))(add)
-        pieces = x.shape[1] // _QUERIES
-        run(gmem.at[b, n, pl.ds(first // _QUERIES, pieces)], x)
+        pieces = pl.ds(lax.div(first, jnp.int32(_QUERIES)), x.shape[1] // _QUERIES)
+        run(gmem.at[b, n, pieces], x)
 
     def total(self, sums: Any, scale: float, dtype: Any) -> Any:
         """Returns dQ, from the sums and what they are multiplied by."""
