@@ -80,9 +80,10 @@ def _lacks(w: Workload) -> str | None:
     """The first thing of a workload that this peer lacks, or is not here for."""
     lacks = {
         "unequal head dims": w.H != w.Hv,
-        "masks but a causal one of a square": w.T != w.S or w.mask not in ("full", "causal"),
+        "soft cap": w.soft_cap,
         "layouts": w.layout != "BTNH",
         "biases": w.bias or w.relative,
         "sinks": w.sinks,
+        "masks but a causal one of a square": w.T != w.S or w.mask not in ("full", "causal"),
     }
     return next((name for name, lacking in lacks.items() if lacking), None)

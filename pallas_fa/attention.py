@@ -36,6 +36,11 @@ class Attention:
                 f"no gradients: {NO_GRADIENTS_OF_PAGES}. For gradients use dot_product_attention on whole sequences; where"
                 " the result is a constant, jax.lax.stop_gradient on the query says so."
             )
+        if self.choice.gradients is None:
+            raise NotImplementedError(
+                f"no gradients with config.backward={self.problem.config.backward!r}: {self.choice.no_gradients}. Name"
+                " other tiles, or leave config.backward None for the library's."
+            )
         return self._of(residuals.operands)._run(self.choice.gradients, "backward", residuals, d_out, d_lse)
 
     # What few calls need is imported where it is needed: `import pallas_fa` stays fast.

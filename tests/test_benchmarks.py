@@ -249,7 +249,7 @@ def test_what_pytorch_is_not_here_for_is_named():
         [self_attention("capped", 1, 24, 2, 8, soft_cap=2.0)], ["forward"], [parse("torch:flash")]
     )
     program[0][0].compile()
-    assert program[0][0].error == "NotImplementedError: torch:flash has no masks but a causal one of a square"
+    assert program[0][0].error == "NotImplementedError: torch:flash has no soft cap"
 
 
 def test_cudnn_is_there_for_dropout_alone():

@@ -36,13 +36,14 @@ class Choice:
 
     Attributes:
       backend: runs the forward.
-      gradients: runs the backward.
+      gradients: runs the backward; None where the tiles that the call names can't, for the reason `no_gradients`.
       elsewhere: runs both on platforms for which these two do not lower; None to raise there.
     """
 
     backend: Backend
     elsewhere: Backend | None
-    gradients: Backend
+    gradients: Backend | None
+    no_gradients: str | None
 
 
 def choose(problem: Problem, implementation: str | Sequence[str] | None) -> Choice:
@@ -73,21 +74,24 @@ def _choose(problem, implementation, known) -> Choice:
         )
     chosen = able[0]
     elsewhere = next((backend for backend in able[1:] if backend.platform is None), None)
-    return Choice(chosen, elsewhere, _gradients(problem, chosen, implementation, known)[0])
+    return Choice(chosen, elsewhere, *_gradients(problem, chosen, implementation, known))
 
 
 def _gradients(problem, backend, implementation, known):
     """Returns (the backend that runs the backward, why it is not `backend`).
 
     It is `backend` where that supports the backward, unless nobody named it and another is faster; else the first of the
-    default order that does.
+    default order that does. Where the call names tiles for the backward, no other takes its place: None.
     """
     own = backend.supports(problem)
     reason = own.backward or (own.gradients_only_named if implementation is None else None)
     if reason is None:
         return backend, None
-    others = (x for x in _named(problem, None, known) if x != backend and x.supports(problem).backward is None)
-    return next(others, backend), reason
+    if getattr(problem.config, "backward", None) is not None:
+        return None, reason
+    free = dataclasses.replace(problem, config=None)  # other tiles are of no concern to other backends
+    others = (x for x in _named(free, None, known) if x != backend and x.supports(free).backward is None)
+    return next(others, None), reason
 
 
 def explain(problem: Problem, implementation: str | Sequence[str] | None) -> str:
@@ -136,15 +140,15 @@ def _runs_here(backend):
 def _remark(problem, backend, implementation, known):
     where = "" if _runs_here(backend) else f" where it is lowered for a {backend.platform.upper()} GPU"
     support, (gradients, reason) = backend.supports(problem), _gradients(problem, backend, implementation, known)
-    other, words = gradients.name, (support.remark, backend.memory(problem), support.only_named)
+    words = support.remark, backend.memory(problem), support.only_named
     where = "; ".join([where, *filter(None, words)])
     if backend.platform is None:
         return where
     if problem.forward_mode:
-        reason, other = "forward_mode=True", "xla"
-    if problem.pages:
+        return f"{where}; xla computes its gradients, because forward_mode=True"
+    if gradients is None:
         return f"{where}; without gradients, because {reason}"
-    return where + (f"; {other} computes its gradients, because {reason}" if reason else "")
+    return where + (f"; {gradients.name} computes its gradients, because {reason}" if reason else "")
 
 
 def _named(problem, implementation, known) -> tuple[Backend, ...]:

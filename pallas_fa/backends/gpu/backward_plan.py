@@ -31,8 +31,8 @@ def has_per_query_gradients(problem: Problem) -> bool:
 class BackwardCore:
     """The problem, the pass, its tiles, and what follows from these. `interpret`: for JAX's GPU interpret mode.
 
-    `config` has the positions of a stationary block (`block`), those that a warpgroup holds (`rows`), and those of a
-    streamed tile (`width`).
+    `config` has the positions of a stationary block (`block`), those that a warpgroup holds (`rows`), and those of the
+    streamed tile of a warpgroup (`width`): all of `tile`, or a part of them.
     """
 
     problem: Problem
@@ -53,7 +53,7 @@ class BackwardCore:
 
     @property
     def tile(self) -> int:
-        """Positions of a streamed tile."""
+        """Positions of a streamed tile of a CTA."""
         return self.config.width
 
     @property

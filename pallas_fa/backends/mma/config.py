@@ -81,9 +81,9 @@ class FusedBackwardConfig:
     and dV.
 
     Args:
-      wgs: warpgroups of a CTA.
+      wgs: warpgroups of a CTA. Head dims, rounded up to a multiple of 64, are to be multiples of 64 * wgs.
       rows: keys of a CTA.
-      width: queries of which a warpgroup computes the logits in a step.
+      width: queries of which a warpgroup computes the logits in a step; all of a CTA are at most 128.
       stages: tiles of queries in shared memory. With 2, one is loaded while the one before is used.
       l2_head_group: as for the forward kernel.
     """
@@ -98,6 +98,11 @@ class FusedBackwardConfig:
         _check(self)
         if self.width not in (16, 32, 64):
             raise ValueError(f"width={self.width} must be 16, 32 or 64: two tiles of logits lie in registers.")
+        if self.tile > 128:
+            raise ValueError(
+                f"width={self.width} with wgs={self.wgs} makes steps of {self.tile} queries; the most is 128. Take a smaller"
+                " width."
+            )
 
     @property
     def block(self) -> int:

@@ -14,6 +14,11 @@ from pallas_fa.operands.layout import Layout, ordered
 _WIDTH = 128  # bytes of a row that lie together
 
 
+def columns(dim: int) -> int:
+    """Returns the columns that a head dim takes in tables of tiles: a multiple of 64."""
+    return -(-dim // 64) * 64
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How tiles of one operand, [B, length, heads, dim] in the order of `layout`, lie in shared memory."""

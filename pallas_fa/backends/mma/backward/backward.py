@@ -17,7 +17,7 @@ from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics, row_sums
-from pallas_fa.backends.gpu.shared_memory import fits
+from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.mma.backward.choose import plans
 from pallas_fa.backends.mma.backward.fused import FusedBackward
 from pallas_fa.backends.mma.backward.gmem import named
@@ -32,10 +32,12 @@ from pallas_fa.scores.base import float_arrays
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
     for plan in plans(problem, gpu):
-        if not fits(on_gpu(plan), gpu):
-            return "the arrays of the mask and the score need more shared memory than the backward kernel has"
         if reason := plan.why_not_fused or plan.why_not_deterministic:
             return reason
+        if not fits(on_gpu(plan), gpu):
+            what = "the arrays of the mask and the score, beside these tiles," if len(plan.arrays) else "tiles"
+            needed = f"{scratch_bytes(on_gpu(plan))} bytes of shared memory, of which {gpu.shared_memory} are there"
+            return f"{what} of {plan.config} need {needed}"
     return why_not_pullback(problem)
 
 

@@ -6,6 +6,7 @@ from pallas_fa.backends.mma.backward.plan import FUSED, BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu
 from pallas_fa.backends.mma.backward.table import BackwardFacts, backward_configs
 from pallas_fa.backends.mma.config import FusedBackwardConfig
+from pallas_fa.backends.mma.tiles import columns
 from pallas_fa.problem import Problem
 
 
@@ -29,5 +30,5 @@ def plans(problem: Problem, gpu: Gpu, interpret: bool = False) -> tuple[Backward
 
 
 def _in_table(problem, kind, gpu):
-    head_dim = -(-max(problem.H, problem.Hv) // 64) * 64
-    return backward_configs(BackwardFacts(kind.gives, head_dim, gpu.shared_memory // 1024))
+    facts = BackwardFacts(kind.gives, columns(max(problem.H, problem.Hv)), gpu.shared_memory // 1024)
+    return backward_configs(facts)

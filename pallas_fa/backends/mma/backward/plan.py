@@ -11,14 +11,14 @@ from pallas_fa.backends.gpu.grid import Grid, largest_divisor
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
 from pallas_fa.backends.mma.backward.dq import DqSums
 from pallas_fa.backends.mma.config import BackwardConfig, FusedBackwardConfig
-from pallas_fa.backends.mma.tiles import Tiles
+from pallas_fa.backends.mma.tiles import Tiles, columns
 from pallas_fa.problem import Problem
 
 FUSED = GradientPass(("dk", "dv", "dq"))
 
 
 def passes(problem: Problem) -> tuple[GradientPass, ...]:
-    """Returns the passes over the logits that give all gradients in a fixed order.
+    """Returns the passes over the logits that give all gradients, those of q, k and v in a fixed order.
 
     At head dims past 128 the sums of one gradient fill the registers.
     """
@@ -35,21 +35,21 @@ class BackwardPlan(BackwardCore):
 
     @property
     def tile(self) -> int:
-        """Positions of a streamed tile."""
+        """Positions of a streamed tile of a CTA."""
         return self.config.tile
 
     @property
     def why_not_fused(self) -> str | None:
-        """None if this pass gives all gradients, and its warpgroups can share the columns of dK and dV; else the reason."""
-        problem, wgs = self.problem, self.config.wgs
-        named = f"{self.config} gives all gradients in one pass, which"
+        """None if this pass is not to give all gradients, or can; else the reason."""
         if not self.kind.fused:
             return None
+        problem, wgs = self.problem, self.config.wgs
+        named = f"{self.config} gives all gradients in one pass, which"
         if problem.deterministic_gradients:
             return f"{named} adds dQ up in no fixed order, so it can't do that with deterministic_gradients=True"
         if has_per_query_gradients(problem):
             return f"{named} gives no gradients of a score's arrays with one value per query"
-        if any(-(-dim // 64) % wgs for dim in (problem.H, problem.Hv)):
+        if any(columns(dim) % (64 * wgs) for dim in (problem.H, problem.Hv)):
             return f"{named} needs head dims of a multiple of {64 * wgs} columns, with {wgs=}, once rounded up to 64"
         return None
 
