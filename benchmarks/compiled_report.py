@@ -48,7 +48,9 @@ def _call(row: Row) -> tuple[str, ...]:
 
 
 def _tiles(row: Row) -> str:
-    """The fields of the tiles that differ from their defaults, as in a call of their class."""
+    """The fields of the tiles that differ from their defaults, as in a call of their class; or what is said in words."""
+    if "(" not in row["tiles"]:
+        return row["tiles"]
     call = ast.parse(row["tiles"], mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     kinds = hopper if row["kernel"].startswith("hopper") else mma
