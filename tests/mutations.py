@@ -82,7 +82,7 @@ MUTATIONS = (
     Mutation("backends/mma/decode/kernel.py", "weight / jnp.where(empty", "1 / jnp.where(empty", MMA_DECODE),
     Mutation("backends/mma/decode/kernel.py", "s0 + key, pages[", "s0, pages[", MMA_PAGES),
     Mutation("backends/mma/backward/fused.py", "self.cta.meet()\n        if not", "if not", MMA_BACKWARD),
-    Mutation("backends/mma/backward/fused.py", "+ self.first_streamed, smem", ", smem", MMA_BACKWARD),
+    Mutation("backends/mma/backward/kernel.py", "+ self.first_streamed, smem", ", smem", MMA_BACKWARD),
     Mutation("backends/mma/backward/dq.py", "found[present] * scale", "found[present]", MMA_BACKWARD),
     Mutation("backends/mma/backward/dq.py", "tile * 8 + half", "tile * 8", COPIES),
     Mutation("backends/gpu/logits.py", "column + of_block * shape[1]", "column", MMA_DECODE),

@@ -14,7 +14,7 @@ from pallas_fa.backends import reference
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.hopper.backward.backward import why_no_backward
-from pallas_fa.backends.hopper.config import BackwardConfig, Config
+from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.forward import choose as forward_choose
 from pallas_fa.backends.hopper.forward.forward import forward
@@ -119,6 +119,8 @@ def test_xla_computes_gradients_that_it_computes_faster():
     because = "xla computes its gradients, because xla is faster at H=512 and Hv=512"
     assert because in first()
     assert not any(because in first(**k) for k in ({"is_causal": True}, {"implementation": "mosaic_gpu"}))
+    tiles = Config(backward=BackwardConfig(2, 64, (1, 1), chunk_slots=4))
+    assert "gradients" not in first(config=tiles) and because in first(config=Config(forward=ForwardConfig(1, 64, 1)))
     gradients = jax.grad(lambda q, **keywords: pallas_fa.dot_product_attention(q, q, q, **keywords).sum())
     counts = [
         kernels(functools.partial(gradients, **k), jnp.zeros(x.shape, x.dtype))

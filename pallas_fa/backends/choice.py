@@ -80,14 +80,14 @@ def _choose(problem, implementation, known) -> Choice:
 def _gradients(problem, backend, implementation, known):
     """Returns (the backend that runs the backward, why it is not `backend`).
 
-    It is `backend` where that supports the backward, unless nobody named it and another is faster; else the first of the
-    default order that does. Where the call names tiles for the backward, no other takes its place: None.
+    It is `backend` where that supports the backward, unless nobody named it or its tiles and another is faster; else the
+    first of the default order that does. Where the call names tiles for the backward, no other takes its place: None.
     """
-    own = backend.supports(problem)
-    reason = own.backward or (own.gradients_only_named if implementation is None else None)
+    own, names_tiles = backend.supports(problem), getattr(problem.config, "backward", None) is not None
+    reason = own.backward or (own.gradients_only_named if implementation is None and not names_tiles else None)
     if reason is None:
         return backend, None
-    if getattr(problem.config, "backward", None) is not None:
+    if names_tiles:
         return None, reason
     free = dataclasses.replace(problem, config=None)  # other tiles are of no concern to other backends
     others = (x for x in _named(free, None, known) if x != backend and x.supports(free).backward is None)

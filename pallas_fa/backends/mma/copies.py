@@ -23,9 +23,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
 
 _VECTOR = 16  # bytes that a thread copies at once
-_WARPGROUP = 128  # threads
 _SPLAT = plgpu.Layout.WG_SPLAT
 
 
@@ -55,15 +55,15 @@ class Copies:
         def copy(_, source, target, *limits):
             limits = iter([x.registers[()] for x in limits])
             rows_left = next(limits) if rows is not None else None
-            bytes_left = arith.muli(next(limits), _i32(dtype.itemsize)) if columns is not None else None
+            bytes_left = arith.muli(next(limits), i32(dtype.itemsize)) if columns is not None else None
 
             def vector(at):
                 cuts = [(at.row, rows_left), (at.byte, bytes_left)]
-                cuts += [(at.byte, _i32(whole))] if at.end > whole else []
+                cuts += [(at.byte, i32(whole))] if at.end > whole else []
                 kept = None
                 for place, limit in cuts:
                     if limit is not None:
-                        kept = _where_less(place, limit, _i32(_VECTOR) if kept is None else kept)
+                        kept = _where_less(place, limit, i32(_VECTOR) if kept is None else kept)
                 modifier = nvvm.LoadCacheModifierKind.CG
                 nvvm.cp_async_shared_global(at.smem, at.gmem, _VECTOR, modifier, cp_size=kept)
 
@@ -78,16 +78,16 @@ class Copies:
             return
         itemsize = np.dtype(gmem.dtype).itemsize
         vectors = gmem.shape[0] * itemsize // _VECTOR
-        assert vectors <= _WARPGROUP, "a row of at most 2048 bytes"
+        assert vectors <= WARPGROUP, "a row of at most 2048 bytes"
 
         def copy(_, source, target, *limit):
-            thread = _thread()
-            offset = arith.muli(thread, _i32(_VECTOR))
+            thread = thread_index()
+            offset = arith.muli(thread, i32(_VECTOR))
             kept = None
             if limit:
-                kept = _where_less(offset, arith.muli(limit[0].registers[()], _i32(itemsize)), _i32(_VECTOR))
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, thread, _i32(vectors))):
-                to, start = (_plus(_pointer(x), offset) for x in (target, source))
+                kept = _where_less(offset, arith.muli(limit[0].registers[()], i32(itemsize)), i32(_VECTOR))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, thread, i32(vectors))):
+                to, start = (plus_bytes(pointer_to(x), offset) for x in (target, source))
                 nvvm.cp_async_shared_global(to, start, _VECTOR, nvvm.LoadCacheModifierKind.CG, cp_size=kept)
 
         limit = () if columns is None else (columns,)
@@ -118,7 +118,7 @@ class Copies:
             four_words = ir.VectorType.get((_VECTOR // 4,), ir.IntegerType.get_signless(32))
 
             def vector(at):
-                cuts = [(at.byte, _i32(whole))] if at.end > whole else []
+                cuts = [(at.byte, i32(whole))] if at.end > whole else []
                 cuts += [(at.row, limit[0].registers[()])] if limit else []
                 is_there = [arith.cmpi(arith.CmpIPredicate.slt, *cut) for cut in cuts]
                 with mgpu.when(functools.reduce(arith.andi, is_there)) if cuts else contextlib.nullcontext():
@@ -171,50 +171,31 @@ def _for_vectors(gmem: Any, smem: Any, dtype: np.dtype, width: int, body: Callab
     In shared memory lie tiles of [8, width bytes], those of 8 rows one after the other. In each, the bits of an address that
     say which 16 bytes of a row are XORed with the lowest ones that say which row.
     """
-    i32 = _i32
     strides, _ = ir.MemRefType(gmem.type).get_strides_and_offset()
     assert strides[1] == 1, "columns must be contiguous"
     row_bytes = strides[0] * dtype.itemsize
     row_tiles, column_tiles = ir.MemRefType(smem.type).shape[:2]
     rows, per_row = row_tiles * 8, width // _VECTOR
-    at_once = _WARPGROUP // per_row
-    thread = _thread()
+    at_once = WARPGROUP // per_row
+    thread = thread_index()
     row, vector = arith.divui(thread, i32(per_row)), arith.remui(thread, i32(per_row))
     byte = arith.muli(vector, i32(_VECTOR))
     in_tile = arith.addi(arith.muli(arith.remui(row, i32(8)), i32(width)), byte)
     in_tile = arith.xori(in_tile, arith.andi(arith.shrui(in_tile, i32(3)), i32(width - _VECTOR)))
     smem_start = arith.addi(arith.muli(arith.divui(row, i32(8)), i32(column_tiles * 8 * width)), in_tile)
-    smem_start = _plus(_pointer(smem), smem_start)
+    smem_start = plus_bytes(pointer_to(smem), smem_start)
     i64 = ir.IntegerType.get_signless(64)
     wide_row = arith.muli(arith.extui(i64, row), mgpu.c(row_bytes, i64))
-    gmem_start = _plus(_pointer(gmem), arith.addi(wide_row, arith.extui(i64, byte)))
+    gmem_start = plus_bytes(pointer_to(gmem), arith.addi(wide_row, arith.extui(i64, byte)))
     for first in range(0, rows, at_once):
         is_there = rows - first >= at_once or arith.cmpi(arith.CmpIPredicate.ult, row, i32(rows - first))
         with contextlib.nullcontext() if is_there is True else mgpu.when(is_there):
             for tile in range(column_tiles):
-                source = _plus(gmem_start, first * row_bytes + tile * width)
-                target = _plus(smem_start, (first // 8 * column_tiles + tile) * 8 * width)
+                source = plus_bytes(gmem_start, first * row_bytes + tile * width)
+                target = plus_bytes(smem_start, (first // 8 * column_tiles + tile) * 8 * width)
                 row_here, byte_here = arith.addi(row, i32(first)), arith.addi(byte, i32(tile * width))
                 body(_Vector(source, target, row_here, byte_here, (tile + 1) * width))
 
 
-def _i32(x):
-    return mgpu.c(x, ir.IntegerType.get_signless(32))
-
-
-def _thread():
-    return arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
-
-
-def _pointer(ref):
-    pointer = mgpu.utils.memref_ptr(ref)
-    is_gmem = llvm.PointerType(pointer.type).address_space == 0
-    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer) if is_gmem else pointer
-
-
-def _plus(pointer, offset):
-    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
-
-
 def _where_less(a, b, x):
-    return arith.select(arith.cmpi(arith.CmpIPredicate.slt, a, b), x, _i32(0))
+    return arith.select(arith.cmpi(arith.CmpIPredicate.slt, a, b), x, i32(0))

@@ -13,6 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.mma.addresses import as_global, i32, thread_index
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered
 
@@ -61,20 +62,18 @@ class DqSums:
             return
 
         def add(_, sums, x):
-            i32 = ir.IntegerType.get_signless(32)
-            constant = lambda value: mgpu.c(value, i32)
-            thread = arith.remui(mgpu.thread_idx(), constant(128))
-            warp, lane = arith.divui(thread, constant(32)), arith.remui(thread, constant(32))
-            column, query = arith.divui(lane, constant(4)), arith.remui(lane, constant(4))
-            place = arith.addi(arith.muli(query, constant(8)), column)
-            offset = arith.addi(arith.muli(warp, constant(2 * 64)), place)
+            thread = thread_index()
+            warp, lane = arith.divui(thread, i32(32)), arith.remui(thread, i32(32))
+            column, query = arith.divui(lane, i32(4)), arith.remui(lane, i32(4))
+            place = arith.addi(arith.muli(query, i32(8)), column)
+            offset = arith.addi(arith.muli(warp, i32(2 * 64)), place)
             pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(sums), [offset], ir.F32Type.get())
-            pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
+            pointer = as_global(pointer)
             tiles, pieces = x.shape[0] // 64, x.shape[1] // _QUERIES
             registers = x.registers.reshape(tiles, pieces, 2)
             for tile, piece, half in np.ndindex(*registers.shape):
                 for i in range(2):
-                    value = llvm.extractelement(registers[tile, piece, half], constant(i))
+                    value = llvm.extractelement(registers[tile, piece, half], i32(i))
                     at = (piece * (self.padded_dim // _COLUMNS) + tile * 8 + half) * 64 + i * 32
                     text = f"red.relaxed.gpu.global.add.f32 [$0+{at * _FLOAT}], $1;"
                     llvm.inline_asm(ir.Type.parse("!llvm.void"), [pointer, value], text, "l,f", has_side_effects=True)

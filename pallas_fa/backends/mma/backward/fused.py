@@ -9,8 +9,6 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_fa.backends.gpu.layouts import TILE
-from pallas_fa.backends.mma import arrays
 from pallas_fa.backends.mma.backward.gmem import Refs
 from pallas_fa.backends.mma.backward.kernel import Backward, Sums
 from pallas_fa.backends.mma.backward.plan import BackwardPlan
@@ -23,7 +21,7 @@ class FusedBackward(Backward):
         super().__init__(plan, gmem, scratch)
         self.start = self.number * plan.config.block
         self.own = pl.ds(self.cta.wg * plan.config.width, plan.config.width)
-        self.first_streamed, self.sharer = self.own.start, self.cta.wg
+        self.first_streamed, self.sharer, self.holder = self.own.start, self.cta.wg, 0
 
     def _no_sums(self):
         tiles, config = self.plan.tiles, self.plan.config
@@ -36,10 +34,9 @@ class FusedBackward(Backward):
         return smem.at[:, pl.ds(self.cta.wg * count, count)]
 
     def _plus_products(self, at, slot, sums, release):
-        plan, scratch, wg = self.plan, self.scratch, self.cta.wg
+        plan, scratch = self.plan, self.scratch
         alone = plan.config.wgs == 1
-        keys, values = (scratch[f"stationary_{name}_smem"].at[0] for name in ("qk", "pv"))
-        queries, d_out = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
+        keys, queries, d_out = self._stationary("qk"), self._streamed("qk", slot), self._streamed("pv", slot)
         kept = at.kept(plan)  # before tiles of logits fill the registers
         drop = lambda x: x if kept is None else kept.select(x)
         s = self.mma.inner_products(keys, queries.at[self.own])
@@ -48,7 +45,7 @@ class FusedBackward(Backward):
             sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), d_out))
         else:
             self._share("p_smem", drop(p))
-        dp = drop(self.mma.inner_products(values, d_out.at[self.own]))
+        dp = drop(self.mma.inner_products(self._stationary("pv"), d_out.at[self.own]))
         ds, *gradients = self._gradients_of_logits(tile, s, p, dp, slot)
         sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
         self._share("ds_smem", ds)
@@ -59,7 +56,7 @@ class FusedBackward(Backward):
             pv = self.mma.plus_products(sums.pv, scratch["p_smem"], self._columns(d_out))
             sums = sums._replace(pv=pv, qk=self.mma.plus_products(sums.qk, scratch["ds_smem"], self._columns(queries)))
         release()
-        dq = self.mma.product_of_columns(keys, scratch["ds_smem"].at[wg])
+        dq = self.mma.product_of_columns(keys, scratch["ds_smem"].at[self.cta.wg])
         plan.dq.add(self.gmem.dq, dq, at.b, at.n, self.number, at.streamed)
         return sums
 
@@ -68,41 +65,18 @@ class FusedBackward(Backward):
         self.scratch[name].at[self.cta.wg][...] = x.astype(self.plan.problem.dtype)
 
     def _store(self, sums):
-        plan = self.plan
         self.cta.wait_for_copies()
-        dk, dv = (self.scratch[f"stationary_{name}_smem"].at[0] for name in ("qk", "pv"))
-        of_dv = self.mma.accumulated(sums.pv)
-        of_dv = of_dv if plan.dropout_scale is None else of_dv * plan.dropout_scale
-        self._columns(dv)[...] = of_dv.astype(plan.problem.dtype)
-        self._columns(dk)[...] = (self.mma.accumulated(sums.qk) * plan.qk_scale).astype(plan.problem.dtype)
+        dk, dv = self._stationary("qk"), self._stationary("pv")
+        self._columns(dv)[...] = self._values_gradient(sums)
+        self._columns(dk)[...] = self._qk_gradient(sums)
         self.cta.meet()
-
-        def store(tiles, source, name):
-            tiles.store(self.cta.copies, source, self.gmem.gradients[name], self.b, self.start, self.head)
-
-        self.cta.only(0, lambda: store(plan.tiles.stationary_pv, dv, "dv"))
-        self.cta.only(-1, lambda: store(plan.tiles.stationary_qk, dk, "dk"))
+        self.cta.only(0, lambda: self._store_tile(self.plan.tiles.stationary_pv, dv, "dv"))
+        self.cta.only(-1, lambda: self._store_tile(self.plan.tiles.stationary_qk, dk, "dk"))
 
     def _load_stationary(self):
         length = self._stationary_length()
-
-        def load(name):
-            tiles, gmem = getattr(self.plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
-            smem = self.scratch[f"stationary_{name}_smem"].at[0]
-            tiles.load(self.cta.copies, gmem, self.b, self.start, self.head, smem, length)
-
-        self.cta.only(0, lambda: load("qk"))
-        self.cta.only(-1, lambda: load("pv"))
-
-    def _load_array(self, head, a, first, slot):
-        array, wgs, wg = self.plan.arrays[a], self.plan.config.wgs, self.cta.wg
-        smem = self.scratch[f"array{a}_smem"].at[wg if array.kind == "column" else (slot, wg)]
-        gmem = self.gmem.arrays[a].at[array.index(self.b, head.n)]
-        arrays.load(self.cta.copies, array, gmem, self.start, first + self.first_streamed, smem, wgs)
-
-    def _array(self, a, slot, shape):
-        array, wg = self.plan.arrays[a], self.cta.wg
-        return array.load(self.scratch[f"array{a}_smem"].at[wg if array.kind == "column" else (slot, wg)], shape, TILE)
+        self.cta.only(0, lambda: self._load_stationary_tile("qk", length))
+        self.cta.only(-1, lambda: self._load_stationary_tile("pv", length))
 
     def _statistic_ref(self, name, slot):
         return self.scratch[f"{name}_smem"].at[slot, self.own]

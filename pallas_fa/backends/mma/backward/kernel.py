@@ -63,6 +63,7 @@ class Backward:
         self.start = self.number * c.block + self.cta.wg * c.rows
         self.first_streamed = 0  # of this warpgroup, in a streamed tile
         self.sharer = 0  # its number among the warpgroups that hold the same stationary positions
+        self.holder = self.cta.wg  # the number of its stationary tiles in shared memory
 
     def run(self) -> None:
         """Computes the gradients of the block and stores them."""
@@ -130,21 +131,28 @@ class Backward:
 
     def _plus_products(self, at, slot, sums, release):
         """`sums` plus what the tile at `at` gives, whose streamed operands are in `slot`."""
-        plan, kind, wg, scratch = self.plan, self.plan.kind, self.cta.wg, self.scratch
-        streamed_qk, streamed_pv = (scratch[f"streamed_{name}_smem"].at[slot] for name in ("qk", "pv"))
+        plan, kind = self.plan, self.plan.kind
+        streamed_qk, streamed_pv = self._streamed("qk", slot), self._streamed("pv", slot)
         kept = at.kept(plan)  # before tiles of logits fill the registers
         drop = lambda x: x if kept is None else kept.select(x)
-        s = self.mma.inner_products(scratch["stationary_qk_smem"].at[wg], streamed_qk)
+        s = self.mma.inner_products(self._stationary("qk"), streamed_qk)
         tile, p = self._probabilities(at, s, slot)
         if kind.accumulates_pv:
             sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), streamed_pv))
         if kind.accumulates_qk:
-            dp = drop(self.mma.inner_products(scratch["stationary_pv_smem"].at[wg], streamed_pv))
+            dp = drop(self.mma.inner_products(self._stationary("pv"), streamed_pv))
             ds, *gradients = self._gradients_of_logits(tile, s, p, dp, slot)
             sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
             sums = sums._replace(qk=self.mma.plus_product(sums.qk, ds, streamed_qk))
         release()
         return sums
+
+    def _stationary(self, name):
+        """The stationary tile that this warpgroup multiplies."""
+        return self.scratch[f"stationary_{name}_smem"].at[self.holder]
+
+    def _streamed(self, name, slot):
+        return self.scratch[f"streamed_{name}_smem"].at[slot]
 
     def _gradients_of_logits(self, tile, s, p, dp, slot):
         """[dS, gradients of the score's arrays] of a tile."""
@@ -192,23 +200,30 @@ class Backward:
             plgpu.atomic_add(gmem, x)
 
     def _store(self, sums):
-        plan, kind, wg = self.plan, self.plan.kind, self.cta.wg
+        plan, kind = self.plan, self.plan.kind
         self.cta.wait_for_copies()
-        smem_qk = self.scratch["stationary_qk_smem"]
         stores = []
         if kind.accumulates_pv:
-            target = self.scratch.get("stationary_pv_smem", smem_qk).at[wg]
-            dv = self.mma.accumulated(sums.pv)
-            dv = dv if plan.dropout_scale is None else dv * plan.dropout_scale
-            target[...] = dv.astype(plan.problem.dtype)
+            target = self._stationary("pv" if "stationary_pv_smem" in self.scratch else "qk")
+            target[...] = self._values_gradient(sums)
             stores.append((plan.tiles.stationary_pv, target, "dv"))
         if kind.accumulates_qk:
-            target = smem_qk.at[wg]
-            target[...] = (self.mma.accumulated(sums.qk) * plan.qk_scale).astype(plan.problem.dtype)
+            target = self._stationary("qk")
+            target[...] = self._qk_gradient(sums)
             stores.append((plan.tiles.stationary_qk, target, "dk" if kind.keys_stationary else "dq"))
         self.cta.meet()
-        for tiles, source, name in stores:
-            tiles.store(self.cta.copies, source, self.gmem.gradients[name], self.b, self.start, self.head)
+        for store in stores:
+            self._store_tile(*store)
+
+    def _values_gradient(self, sums):
+        dv, scale = self.mma.accumulated(sums.pv), self.plan.dropout_scale
+        return (dv if scale is None else dv * scale).astype(self.plan.problem.dtype)
+
+    def _qk_gradient(self, sums):
+        return (self.mma.accumulated(sums.qk) * self.plan.qk_scale).astype(self.plan.problem.dtype)
+
+    def _store_tile(self, tiles, source, name):
+        tiles.store(self.cta.copies, source, self.gmem.gradients[name], self.b, self.start, self.head)
 
     def _slot(self, head, i):
         stages = self.plan.config.stages
@@ -220,17 +235,18 @@ class Backward:
         return self.plan.visits.list_of(self.gmem.visit_table, self.b, head.n, self.number).tile(i) if listed else i
 
     def _load_stationary(self):
-        plan, copies, wg = self.plan, self.cta.copies, self.cta.wg
         # Padding may hold NaN, which would meet the zeros of P and dS.
         length = self._stationary_length()
-        for name in ("qk", "pv") if plan.kind.accumulates_qk else ("qk",):
-            tiles, gmem = getattr(plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
-            smem = self.scratch[f"stationary_{name}_smem"].at[wg]
-            tiles.load(copies, gmem, self.b, self.start, self.head, smem, length)
-        if not plan.kind.keys_stationary:
+        for name in ("qk", "pv") if self.plan.kind.accumulates_qk else ("qk",):
+            self._load_stationary_tile(name, length)
+        if not self.plan.kind.keys_stationary:
             for name in ("neg_lse", "delta"):
                 gmem = getattr(self.gmem, name).at[self.b, self.head]
-                self._load_row(gmem, self.start, self.scratch[f"{name}_smem"].at[wg])
+                self._load_row(gmem, self.start, self.scratch[f"{name}_smem"].at[self.cta.wg])
+
+    def _load_stationary_tile(self, name, length):
+        tiles, gmem = getattr(self.plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
+        tiles.load(self.cta.copies, gmem, self.b, self.start, self.head, self._stationary(name), length)
 
     def _load_row(self, gmem, first, smem):
         (count,), length = smem.shape, gmem.shape[0]
@@ -246,8 +262,7 @@ class Backward:
 
         def load(name):
             tiles, gmem = getattr(plan.tiles, f"streamed_{name}"), getattr(self.gmem, f"streamed_{name}")
-            smem = self.scratch[f"streamed_{name}_smem"].at[slot]
-            tiles.load(self.cta.copies, gmem, self.b, first, of_head, smem, length)
+            tiles.load(self.cta.copies, gmem, self.b, first, of_head, self._streamed(name, slot), length)
 
         self.cta.only(0, lambda: load("qk"))
         self.cta.only(-1, lambda: load("pv"))
@@ -259,18 +274,21 @@ class Backward:
             self._load_array(head, a, first, slot)
 
     def _load_array(self, head, a, first, slot):
-        array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"]
-        gmem = self.gmem.arrays[a].at[array.index(self.b, head.n)]
-        load = functools.partial(arrays.load, self.cta.copies, array, gmem, self.start, first, wgs=self.plan.config.wgs)
-        if array.kind == "row":
-            self.cta.only(0, lambda: load(smem.at[slot]))
+        array, wgs = self.plan.arrays[a], self.plan.config.wgs
+        gmem, smem = self.gmem.arrays[a].at[array.index(self.b, head.n)], self._array_smem(a, slot)
+        load = lambda: arrays.load(self.cta.copies, array, gmem, self.start, first + self.first_streamed, smem, wgs)
+        if array.kind == "row" and not self.plan.kind.fused:  # all warpgroups read the same
+            self.cta.only(0, load)
         else:
-            load(smem.at[(slot, self.cta.wg) if array.kind == "tile" else self.cta.wg])
+            load()
 
     def _array(self, a, slot, shape):
-        array, smem = self.plan.arrays[a], self.scratch[f"array{a}_smem"]
-        at = dict(row=(slot,), column=(self.cta.wg,), tile=(slot, self.cta.wg))[array.kind]
-        return array.load(smem.at[at], shape, TILE)
+        return self.plan.arrays[a].load(self._array_smem(a, slot), shape, TILE)
+
+    def _array_smem(self, a, slot):
+        kind, wg = self.plan.arrays[a].kind, self.cta.wg
+        row = (slot, wg) if self.plan.kind.fused else (slot,)
+        return self.scratch[f"array{a}_smem"].at[dict(row=row, column=(wg,), tile=(slot, wg))[kind]]
 
     def _statistic(self, name, slot, shape):
         """-lse or -delta, broadcast to a tile."""

@@ -1,0 +1,36 @@
+"""Addresses that each thread of a warpgroup computes, in the terms of MLIR."""
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+WARPGROUP = 128  # threads
+
+
+def i32(value: int) -> Any:
+    """Returns an int32 constant."""
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def thread_index() -> Any:
+    """Returns the number of this thread in its warpgroup."""
+    return arith.remui(mgpu.thread_idx(), i32(WARPGROUP))
+
+
+def pointer_to(ref: Any) -> Any:
+    """Returns a pointer to the first element of a ref, in the address space of its memory."""
+    pointer = mgpu.utils.memref_ptr(ref)
+    is_gmem = llvm.PointerType(pointer.type).address_space == 0
+    return as_global(pointer) if is_gmem else pointer
+
+
+def as_global(pointer: Any) -> Any:
+    """Returns a pointer to device memory in its own address space."""
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
+
+
+def plus_bytes(pointer: Any, offset: Any) -> Any:
+    """Returns a pointer so many bytes further."""
+    return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
