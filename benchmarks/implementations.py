@@ -6,7 +6,8 @@ JAX). The form says how a peer is given the mask: without one, by the flags it h
 what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own, `+intervals`, all
 in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block mask. Our own
 `+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks and dropout, and takes
-the same memory as an array of the usual layout: it is what the call with them is compared with.
+the same memory as an array of the usual layout: it is what the call with them is compared with. `pallas_fa:mma+99KB` has
+the tiles for GPUs with less shared memory (`tiles_for_99_kb.py`).
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ _WITHOUT_FORMS = {"dew_flash_attn": flash_attn3.attend, "cudnn": cudnn.attend}
 BY_HAND = ("tokamax", "dew_flash_attn", "torch")  # installed by hand
 TOKENS = ("query", "key", "value")
 MASK_FORMS = ("dense", "bias", "intervals")
-FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without")
+FORMS = ("", *MASK_FORMS, "blocks", "deterministic", "without", "99KB")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +158,10 @@ class Implementation:
             kwargs["logits_soft_cap"] = w.soft_cap
         if "ids" in masks:
             kwargs |= {"query_segment_ids": masks["ids"], "key_value_segment_ids": masks["ids"]}
+        if self.form == "99KB":
+            from benchmarks import tiles_for_99_kb
+
+            kwargs["config"] = tiles_for_99_kb.config(**kwargs)
         return kwargs
 
 

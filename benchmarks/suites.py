@@ -49,6 +49,12 @@ def suites() -> dict[str, Suite]:
             ("torch:flash", "pallas_fa:mma"),
             "torch:flash",
         ),
+        "mma-99KB": Suite(
+            tuple(hopper_workloads.papers()),
+            ("forward", "backward"),
+            ("torch:flash", "pallas_fa:mma+99KB"),
+            "torch:flash",
+        ),
         "hopper-forward-masks": Suite(tuple(hopper_workloads.masked()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(hopper_workloads.masked()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "operands": Suite(

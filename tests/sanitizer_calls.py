@@ -34,6 +34,7 @@ def main(names: Sequence[str] = ()) -> None:
     ids = jnp.arange(_LENGTH)[None] // 70
     causal = {"is_causal": True}
     two_heads = _LENGTH, 2, 2
+    in_registers = mma.Config(backward=mma.FusedBackwardConfig(2, 64, 16, stages=1, values_in_registers=True))
     calls = {
         "full, H=128": ((*two_heads, 128), None, {}),
         "causal, H=128": ((*two_heads, 128), None, causal),
@@ -55,6 +56,11 @@ def main(names: Sequence[str] = ()) -> None:
         "mma, gradients, H=64": ((*two_heads, 64), None, causal | {"implementation": "mma"}),
         "mma, gradients, H=128": ((*two_heads, 128), None, {"implementation": "mma"}),
         "mma, gradients, causal, H=256": ((*two_heads, 256), None, causal | {"implementation": "mma"}),
+        "mma, gradients, V in registers, H=256": (
+            (*two_heads, 256),
+            None,
+            {"implementation": "mma", "config": in_registers},
+        ),
     }
     for name, ((T, N, K, H), bias, keywords) in calls.items():
         if names and not any(part in name for part in names):

@@ -16,6 +16,11 @@ from benchmarks.implementations import parse
 from benchmarks.suites import suites
 from benchmarks.truth import truth
 from benchmarks.workloads import Workload, self_attention
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.shared_memory import scratch_bytes
+from pallas_fa.backends.mma.backward.choose import plans
+from pallas_fa.backends.mma.backward.scratch import on_gpu
+from pallas_fa.problem import normalise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 _SMALL = [
@@ -285,6 +290,21 @@ def test_a_variant_changes_the_tiles_of_the_table():
         assert found.l2_head_group == 2 != table.l2_head_group and found.compute_wgs == table.compute_wgs
         assert changed.name == "label"
         assert changed.keywords(causal, {}, {})["config"] is changed.config
+
+
+def test_tiles_for_99_kb_take_that_much():
+    workload = {w.name: w for w in suites()["mma-99KB"].workloads}["h256-causal-1024"]
+    needed = []
+
+    def note(q):
+        arrays = dict.fromkeys(("query", "key", "value"), q)
+        for name in ("pallas_fa:mma", "pallas_fa:mma+99KB"):
+            problem, _ = normalise(**parse(name).keywords(workload, arrays, {}))
+            (plan,) = plans(problem, Gpu("9.0", 132, 227 * 1024))
+            needed.append(scratch_bytes(on_gpu(plan)))
+
+    jax.eval_shape(note, jax.ShapeDtypeStruct((workload.B, workload.T, workload.N, workload.H), workload.dtype))
+    assert needed[0] > 99 * 1024 >= needed[1]
 
 
 def test_variants_alike_have_names_of_their_own():

@@ -29,6 +29,8 @@ def test_gradients_in_a_fixed_order_are_accurate(case, check):
 
 FUSED_TILES = [FusedBackwardConfig(wgs, rows, width, stages) for wgs, rows, width in ((1, 64, 32), (1, 128, 32),
                (1, 64, 64), (2, 128, 16), (2, 64, 32), (2, 128, 32)) for stages in (1, 2)]  # fmt: skip
+FUSED_TILES += [FusedBackwardConfig(2, rows, 16, stages, values_in_registers=True) for rows in (64, 128)
+                for stages in (1, 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("tiles", FUSED_TILES, ids=str)

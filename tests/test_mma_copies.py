@@ -128,16 +128,17 @@ def test_parts_of_arrays_past_the_end_are_zeros(shape):
     assert [np.count_nonzero(smem) for smem in left] == [left[0].size, left[0].size, 0]
 
 
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-def test_tiles_of_dq_are_added_where_they_are_read(layout):
-    """Two tiles of dQ^T, [128 columns, 32 queries], of which 60 queries of 120 columns there are."""
+@pytest.mark.parametrize("layout, columns", [("BTNH", 128), ("BNTH", 64)])
+def test_tiles_of_dq_are_added_where_they_are_read(layout, columns):
+    """Two tiles of dQ^T, [128 columns, 32 queries], in pieces; of them 60 queries of 120 columns there are."""
     sums = DqSums(Dims((2,), 60, 64, 3), layout, 120, 128, 64, key_blocks=1, interpret=False)
     tiles, memory = counted(2, 128, 32, dtype=jnp.int8).astype(np.float32), np.zeros(sums.shape, np.float32)
 
     def body(tiles, memory, out, smem):
         tile = lax.axis_index(AXIS)
-        x = plgpu.load(tiles.at[tile], layout=TILE, optimized=False)
-        sums.add(memory, x, 1, 2, 0, tile * 32)
+        for column in range(0, 128, columns):
+            x = plgpu.load(tiles.at[tile, pl.ds(column, columns)], layout=TILE, optimized=False)
+            sums.add(memory, x, 1, 2, 0, tile * 32, column)
 
     def run(*inputs):
         lane, out_type = plgpu.LoweringSemantics.Lane, (jax.ShapeDtypeStruct((8,), jnp.float32),)

@@ -51,6 +51,7 @@ FUSED_TILES = (
     FusedBackwardConfig(2, 128, 16, stages=1),
     FusedBackwardConfig(1, 64, 32),
     FusedBackwardConfig(1, 128, 32, stages=1),
+    FusedBackwardConfig(2, 64, 16, stages=1, values_in_registers=True),
 )
 
 
@@ -59,7 +60,8 @@ def _backward_cases():
     for i, (name, (case, keywords)) in enumerate(of_hopper_backward.CASES.items()):
         # Head dims past 256 have the tiles of the table: those here need more shared memory there than there is.
         tiles = [None] if case.H > 256 else [BACKWARD_TILES[i % 3]]
-        order = FUSED_TILES[i % 4 :] + FUSED_TILES[: i % 4]
+        first = i % len(FUSED_TILES)
+        order = FUSED_TILES[first:] + FUSED_TILES[:first]
         tiles = [x for x in order if case.H <= 256 and _gives_all(case, keywords, x)][:1] + tiles
         for number, x in enumerate(tiles):
             marks = pytest.mark.full if number else ()

@@ -85,6 +85,7 @@ class FusedBackwardConfig:
       rows: keys of a CTA.
       width: queries of which a warpgroup computes the logits in a step; all of a CTA are at most 128.
       stages: tiles of queries in shared memory. With 2, one is loaded while the one before is used.
+      values_in_registers: each warpgroup holds V of these keys in registers; there is none in shared memory.
       l2_head_group: as for the forward kernel.
     """
 
@@ -92,6 +93,7 @@ class FusedBackwardConfig:
     rows: int = 128
     width: int = 32
     stages: int = 2
+    values_in_registers: bool = False
     l2_head_group: int = 8
 
     def __post_init__(self):

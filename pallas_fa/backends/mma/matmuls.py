@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -60,14 +61,19 @@ class Mma:
         """Returns `x` [rows, columns] as a tile: what a custom function gives may be one number for all of its elements."""
         return x if self.interpret else plgpu.layout_cast(x, TILE)
 
+    def left_operand(self, a: Any) -> Any:
+        """Returns `a` [rows, dim] in shared memory as a left operand of `inner_products` in registers."""
+        return a[...] if self.interpret else plgpu.load(a, layout=self._lhs)
+
     def inner_products(self, a: Any, b: Any) -> Any:
-        """Returns a b^T of a [rows, dim] and b [columns, dim] in shared memory."""
+        """Returns a b^T of a [rows, dim], in shared memory or a `left_operand`, and b [columns, dim] in shared memory."""
         if self.interpret:
             return _dot(a[...], b[...].T)
         x = self.zeros(a.shape[0], b.shape[0])
         for c in range(0, a.shape[1], _CHUNK):
-            chunk = pl.ds(c, min(_CHUNK, a.shape[1] - c))
-            left = plgpu.load(a.at[:, chunk], layout=self._lhs)
+            end = min(c + _CHUNK, a.shape[1])
+            chunk = pl.ds(c, end - c)
+            left = a[:, c:end] if isinstance(a, jax.Array) else plgpu.load(a.at[:, chunk], layout=self._lhs)
             x = plgpu.mma(x, left, plgpu.load(b.at[:, chunk].transpose((1, 0)), layout=self._rhs))
         return x
 

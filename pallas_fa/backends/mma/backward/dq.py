@@ -55,10 +55,10 @@ class DqSums:
             return self.key_blocks, *lead, self.queries, self.padded_dim
         return *lead, self.queries // _QUERIES, self.padded_dim // _COLUMNS, 2, 4, 8
 
-    def add(self, gmem: Any, x: Any, b: Any, n: Any, key_block: Any, first: Any) -> None:
-        """Adds a tile of dQ^T, [columns, queries] from query `first` on, of one head."""
+    def add(self, gmem: Any, x: Any, b: Any, n: Any, key_block: Any, first: Any, first_column: int) -> None:
+        """Adds a tile of dQ^T, [columns, queries] from these first ones on, of one head."""
         if self.interpret:
-            gmem[key_block, b, n, pl.ds(first, x.shape[1])] = x.T
+            gmem[key_block, b, n, pl.ds(first, x.shape[1]), pl.ds(first_column, x.shape[0])] = x.T
             return
 
         def add(_, sums, x):
@@ -74,7 +74,8 @@ class DqSums:
             for tile, piece, half in np.ndindex(*registers.shape):
                 for i in range(2):
                     value = llvm.extractelement(registers[tile, piece, half], i32(i))
-                    at = (piece * (self.padded_dim // _COLUMNS) + tile * 8 + half) * 64 + i * 32
+                    column_piece = first_column // _COLUMNS + tile * 8 + half
+                    at = (piece * (self.padded_dim // _COLUMNS) + column_piece) * 64 + i * 32
                     text = f"red.relaxed.gpu.global.add.f32 [$0+{at * _FLOAT}], $1;"
                     llvm.inline_asm(ir.Type.parse("!llvm.void"), [pointer, value], text, "l,f", has_side_effects=True)
 

@@ -45,7 +45,7 @@ class FusedBackward(Backward):
             sums = sums._replace(pv=self.mma.plus_product(sums.pv, drop(p), d_out))
         else:
             self._share("p_smem", drop(p))
-        dp = drop(self.mma.inner_products(self._stationary("pv"), d_out.at[self.own]))
+        dp = drop(self.mma.inner_products(self.values, d_out.at[self.own]))
         ds, *gradients = self._gradients_of_logits(tile, s, p, dp, slot)
         sums = sums._replace(arrays=self._plus_gradients(tile.at, gradients, sums.arrays))
         self._share("ds_smem", ds)
@@ -56,9 +56,17 @@ class FusedBackward(Backward):
             pv = self.mma.plus_products(sums.pv, scratch["p_smem"], self._columns(d_out))
             sums = sums._replace(pv=pv, qk=self.mma.plus_products(sums.qk, scratch["ds_smem"], self._columns(queries)))
         release()
-        dq = self.mma.product_of_columns(keys, scratch["ds_smem"].at[self.cta.wg])
-        plan.dq.add(self.gmem.dq, dq, at.b, at.n, self.number, at.streamed)
+        self._add_queries_gradient(at, keys, scratch["ds_smem"].at[self.cta.wg])
         return sums
+
+    def _add_queries_gradient(self, at, keys, ds):
+        plan, dim = self.plan, keys.shape[1]
+        # Beside V and sums of so many columns, registers have no room for dQ^T at once.
+        piece = 64 if plan.values_in_registers and dim > 128 else dim
+        for first in range(0, dim, piece):
+            columns = keys.at[:, pl.ds(first, min(piece, dim - first))]
+            dq = self.mma.product_of_columns(columns, ds)
+            plan.dq.add(self.gmem.dq, dq, at.b, at.n, self.number, at.streamed, first)
 
     def _share(self, name, x):
         """Rounds a tile of logits and stores it where the other warps, and warpgroups, read it."""
@@ -67,16 +75,27 @@ class FusedBackward(Backward):
     def _store(self, sums):
         self.cta.wait_for_copies()
         dk, dv = self._stationary("qk"), self._stationary("pv")
+        store_dv = lambda: self.cta.only(0, lambda: self._store_tile(self.plan.tiles.stationary_pv, dv, "dv"))
         self._columns(dv)[...] = self._values_gradient(sums)
+        if self.plan.values_in_registers:  # dK may take the same slot
+            self.cta.meet()
+            store_dv()
+            self.cta.meet()
         self._columns(dk)[...] = self._qk_gradient(sums)
         self.cta.meet()
-        self.cta.only(0, lambda: self._store_tile(self.plan.tiles.stationary_pv, dv, "dv"))
+        if not self.plan.values_in_registers:
+            store_dv()
         self.cta.only(-1, lambda: self._store_tile(self.plan.tiles.stationary_qk, dk, "dk"))
 
     def _load_stationary(self):
         length = self._stationary_length()
-        self.cta.only(0, lambda: self._load_stationary_tile("qk", length))
         self.cta.only(-1, lambda: self._load_stationary_tile("pv", length))
+        self.values = self._stationary("pv")
+        if self.plan.values_in_registers:  # K may take the same slot
+            self.cta.wait_for_copies()
+            self.values = self.mma.left_operand(self.values)
+            self.cta.meet()
+        self.cta.only(0, lambda: self._load_stationary_tile("qk", length))
 
     def _statistic_ref(self, name, slot):
         return self.scratch[f"{name}_smem"].at[slot, self.own]

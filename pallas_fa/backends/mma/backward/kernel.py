@@ -148,8 +148,9 @@ class Backward:
         return sums
 
     def _stationary(self, name):
-        """The stationary tile that this warpgroup multiplies."""
-        return self.scratch[f"stationary_{name}_smem"].at[self.holder]
+        """The stationary tile that this warpgroup multiplies; that of "qk" where "pv" has none of its own."""
+        own = f"stationary_{name}_smem"
+        return self.scratch[own if own in self.scratch else "stationary_qk_smem"].at[self.holder]
 
     def _streamed(self, name, slot):
         return self.scratch[f"streamed_{name}_smem"].at[slot]
@@ -204,7 +205,7 @@ class Backward:
         self.cta.wait_for_copies()
         stores = []
         if kind.accumulates_pv:
-            target = self._stationary("pv" if "stationary_pv_smem" in self.scratch else "qk")
+            target = self._stationary("pv")
             target[...] = self._values_gradient(sums)
             stores.append((plan.tiles.stationary_pv, target, "dv"))
         if kind.accumulates_qk:

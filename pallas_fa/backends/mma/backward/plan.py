@@ -39,6 +39,11 @@ class BackwardPlan(BackwardCore):
         return self.config.tile
 
     @property
+    def values_in_registers(self) -> bool:
+        """Whether no step reads V from shared memory."""
+        return isinstance(self.config, FusedBackwardConfig) and self.config.values_in_registers
+
+    @property
     def why_not_fused(self) -> str | None:
         """None if this pass is not to give all gradients, or can; else the reason."""
         if not self.kind.fused:

@@ -24,8 +24,9 @@ def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
         "streamed_qk_smem": tiles.streamed_qk.scratch(c.stages, rows=c.tile),
         "streamed_pv_smem": tiles.streamed_pv.scratch(c.stages, rows=c.tile),
     }
-    if kind.accumulates_qk or tiles.stationary_pv != tiles.stationary_qk:
-        # Where it is not read, dV only passes through it on its way out.
+    alike = tiles.stationary_pv.padded_dim == tiles.stationary_qk.padded_dim
+    if not alike or (kind.accumulates_qk and not plan.values_in_registers):
+        # Where no step reads it, V and dV only pass through it, on their way in and out.
         memory["stationary_pv_smem"] = tiles.stationary_pv.scratch(blocks, rows=c.rows)
     if kind.fused:
         memory |= {name: _shared(plan) for name in (("p_smem", "ds_smem") if c.wgs > 1 else ("ds_smem",))}

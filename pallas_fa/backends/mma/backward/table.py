@@ -32,8 +32,23 @@ TILES = Table(
     Row((FusedBackwardConfig(1, 128, 32, stages=1),), **_H64, gives=_ALL, **_LARGE),
     Row((FusedBackwardConfig(1, 128, 32), FusedBackwardConfig(1, 128, 32, stages=1)), **_H64, gives=_ALL),
     Row((FusedBackwardConfig(2, 128, 32), FusedBackwardConfig(2, 128, 32, stages=1)), **_H128, gives=_ALL, **_LARGE),
-    Row((FusedBackwardConfig(2, 128, 16, stages=1),), **_H128, gives=_ALL),
-    Row((FusedBackwardConfig(2, 64, 32), FusedBackwardConfig(2, 64, 32, stages=1)), head_dim=up_to(256), gives=_ALL),
+    Row(
+        (
+            FusedBackwardConfig(2, 128, 16, values_in_registers=True),
+            FusedBackwardConfig(2, 128, 16, stages=1, values_in_registers=True),
+        ),
+        **_H128,
+        gives=_ALL,
+    ),
+    Row(
+        (
+            FusedBackwardConfig(2, 64, 32),
+            FusedBackwardConfig(2, 64, 32, stages=1),
+            FusedBackwardConfig(2, 64, 16, stages=1, values_in_registers=True),
+        ),
+        head_dim=up_to(256),
+        gives=_ALL,
+    ),
     Row((), gives=_ALL),
     Row((BackwardConfig(1, 128, 32), BackwardConfig(1, 64, 64, stages=1), *_SMALL), **_H64),
     Row((BackwardConfig(2, 64, 64), BackwardConfig(2, 64, 32), *_SMALL), **_H128, gives=_KEYS, **_LARGE),
