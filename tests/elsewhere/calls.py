@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_fa import scores
 from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
@@ -196,7 +197,7 @@ def _hopper_long(gpu, head_dim, causal):
 
 
 def _hopper_arrays(gpu, head_dim, causal):
-    """Masks with arrays, and as many keys as for which row sums take the place of maxima: the tiles chosen for them."""
+    """Masks with arrays, and a score that is one number in a tile, with the tiles chosen for so many keys."""
     x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
     arrays = {
         "lengths": (((4,), jnp.int32), ("key_value_seq_lengths",)),
@@ -208,6 +209,12 @@ def _hopper_arrays(gpu, head_dim, causal):
             q, q, q, is_causal=causal, **dict.fromkeys(arguments, a)
         )
         yield _hopper_chosen(gpu, name, causal, normalised, x, jax.ShapeDtypeStruct(*array))
+    scored = lambda q, a: normalise(q, q, q, is_causal=causal, score=scores.Custom(_constant_score, a))
+    yield _hopper_chosen(gpu, "constant score", causal, scored, x, jax.ShapeDtypeStruct((1, N, 1, 1), jnp.float32))
+
+
+def _constant_score(x, b, n, t, s, a):
+    return jnp.broadcast_to(a, x.shape)
 
 
 def _hopper_chosen(gpu, name, causal, normalised, *shapes):
