@@ -80,13 +80,13 @@ def variables(tmp_path_factory):
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
-def test_every_configuration_compiles_and_fits(variables, architecture, tmp_path, record_property):
+def test_every_configuration_compiles_and_fits(variables, architecture, record_property):
     if isinstance(variables, str):
         record_property("not compiled", variables)
         assert "compiler" in variables or "can't be installed" in variables
         return
     target = TARGETS[architecture]
-    found = kernels(architecture, variables, tmp_path)
+    found = kernels(architecture, variables)
     assert len(found) > 20
     more = {(kernel, H, str(tiles)): spilled.get(architecture, 0) for (kernel, H, tiles), spilled in EXCEPTIONS.items()}
     too_much = []

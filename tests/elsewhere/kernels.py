@@ -1,7 +1,6 @@
 """What the compiler says of all kernels for one kind of GPU, from a process of its own."""
 
 import json
-import pathlib
 import subprocess
 import sys
 from typing import Any
@@ -9,10 +8,10 @@ from typing import Any
 from tests.elsewhere.targets import TARGETS
 
 
-def kernels(architecture: str, variables: dict[str, str], folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Compiles them; `variables` are those of `environment`, and `folder` is empty. Raises RuntimeError where one fails."""
-    variables = variables | {"COMPILE_FOR": TARGETS[architecture].number, "MOSAIC_GPU_DUMP_TO": str(folder)}
-    command = [sys.executable, "-m", "tests.elsewhere.compile", architecture, folder]
+def kernels(architecture: str, variables: dict[str, str]) -> list[dict[str, Any]]:
+    """Compiles them; `variables` are those of `environment`. Raises RuntimeError where one fails."""
+    variables = variables | {"COMPILE_FOR": TARGETS[architecture].number}
+    command = [sys.executable, "-m", "tests.elsewhere.compile", architecture]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])

@@ -21,16 +21,14 @@ from tests.elsewhere.targets import TARGETS
 DEVICE = "Compiled, not run"
 
 
-def rows(variables: dict[str, str], folder: pathlib.Path) -> Iterator[Row]:
+def rows(variables: dict[str, str]) -> Iterator[Row]:
     """Compiles for one kind of GPU after the other."""
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     common = {"run": started, "suite": "compiled", "device": DEVICE, "commit": machine.commit()}
     common |= {"versions": machine.versions()}
     with progress.bar(len(TARGETS), "compile") as bar:
         for architecture in TARGETS:
-            reports = folder / architecture
-            reports.mkdir()
-            for kernel in kernels(architecture, variables, reports):
+            for kernel in kernels(architecture, variables):
                 yield {**common, **kernel, "error": None}
             bar.update()
 
@@ -38,11 +36,10 @@ def rows(variables: dict[str, str], folder: pathlib.Path) -> Iterator[Row]:
 def main() -> None:
     """Runs the command line."""
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        variables = environment(folder)
+        variables = environment(pathlib.Path(name))
         if isinstance(variables, str):
             sys.exit(f"Nothing can be compiled for a GPU here: {variables}.")
-        outcome = row_file.record(rows(variables, folder), row_file.RESULTS / "elsewhere" / "compiled.jsonl")
+        outcome = row_file.record(rows(variables), row_file.RESULTS / "elsewhere" / "compiled.jsonl")
     print(outcome.message)
     if outcome.interrupted:
         sys.exit(command.INTERRUPTED)
