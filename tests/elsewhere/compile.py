@@ -2,8 +2,8 @@
 
 usage: python -m tests.elsewhere.compile ARCHITECTURE      started by `tests/test_compiled.py`, with a stand-in driver
 
-Mosaic GPU prints what it is asked for to standard output. Asked to write files, it writes all that it has, and to make texts of
-layouts and passes takes more time than to compile.
+Mosaic GPU prints what it is asked for to standard output. Asked to write files, it writes all that it has, and making texts
+of layouts and passes takes longer than compiling.
 """
 
 import contextlib
