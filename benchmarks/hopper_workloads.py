@@ -44,6 +44,11 @@ def masked() -> list[Workload]:
     ]
 
 
+def as_many_keys() -> Workload:
+    """A causal call whose queries see as many keys in the mean as those of the window in `masked`."""
+    return self_attention("h128-causal-2048", B=8, S=2048, N=16, H=128, causal=True, provenance="as a window of 1024")
+
+
 def blocks() -> list[Workload]:
     """With "+blocks", each is compared with itself without; sinks also with the window alone."""
     base: dict[str, Any] = {"B": 2, "S": 8192, "N": 16, "H": 128}

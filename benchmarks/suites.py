@@ -44,7 +44,7 @@ def suites() -> dict[str, Suite]:
         "hopper-forward": Suite(tuple(hopper_workloads.papers()), ("forward",), _GPU, "jax.nn:cudnn"),
         "hopper-backward": Suite(tuple(hopper_workloads.papers()), ("backward",), _GPU, "jax.nn:cudnn"),
         "mma": Suite(
-            (*hopper_workloads.papers(), *hopper_workloads.masked()),
+            (*hopper_workloads.papers(), *hopper_workloads.masked(), hopper_workloads.as_many_keys()),
             ("forward", "backward"),
             ("torch:flash", "pallas_fa:mma"),
             "torch:flash",
