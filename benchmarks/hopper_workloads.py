@@ -1,5 +1,6 @@
 """What is measured on Hopper GPUs: the tables of papers, masks, biases, operands, head dims, documents."""
 
+import dataclasses
 from typing import Any
 
 from benchmarks.workloads import Workload, self_attention
@@ -26,6 +27,16 @@ def papers() -> list[Workload]:
     ] + [
         self_attention("gqa-4096", B=4, S=4096, N=32, K=4, H=128, causal=True, provenance="Llama-like, 32 on 4 heads"),
         self_attention("mha-4096", B=4, S=4096, N=32, H=128, causal=True, provenance="what gqa-4096 is compared with"),
+    ]
+
+
+def dtypes() -> list[Workload]:
+    """The papers' calls at S=4096 in both dtypes of 16 bits."""
+    calls = [w for w in papers() if w.series and w.S == 4096]
+    return [
+        dataclasses.replace(w, name=f"{w.name}-{dtype}", dtype=dtype, series=None)
+        for w in calls
+        for dtype in ("bfloat16", "float16")
     ]
 
 

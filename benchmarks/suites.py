@@ -55,6 +55,12 @@ def suites() -> dict[str, Suite]:
             ("torch:flash", "pallas_fa:mma+99KB"),
             "torch:flash",
         ),
+        "hopper-dtypes": Suite(
+            tuple(hopper_workloads.dtypes()),
+            ("forward", "backward"),
+            ("jax.nn:cudnn", "pallas_fa:mosaic_gpu"),
+            "jax.nn:cudnn",
+        ),
         "hopper-forward-masks": Suite(tuple(hopper_workloads.masked()), ("forward",), _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-backward-masks": Suite(tuple(hopper_workloads.masked()), ("backward",), _GPU_MASKS, "jax.nn:cudnn"),
         "operands": Suite(
