@@ -88,6 +88,14 @@ def test_backward_has_the_arrays_of_each_warpgroup(score):
     of_hopper_backward.is_right_and_free_of_races(case, {"config": Config(backward=FUSED_TILES[0])}, **kernels)
 
 
+def test_backward_passes_values_through_the_slot_of_keys():
+    """Values are in registers before keys take their slot, and each piece of dQ is added to columns of its own."""
+    case, keywords = of_hopper_backward.CASES["head dim 256, empty rows"]
+    kernels = dict(backward=backward, why_no_backward=why_no_backward)
+    config = Config(backward=FUSED_TILES[4])
+    of_hopper_backward.is_right_and_free_of_races(case, {**keywords, "config": config}, **kernels)
+
+
 @pytest.mark.parametrize("tiles", [BACKWARD_TILES[0], FUSED_TILES[2]], ids=str)
 def test_gradients_of_padding_that_holds_nan_are_zero(tiles):
     case = dataclasses.replace(BASE, batch=(2,), N=2, K=2, mask="lengths")
