@@ -112,13 +112,12 @@ def _mma(gpu, head_dim, causal):
     problem = _problem(head_dim, causal)
     rows = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     for kind in (FUSED, *passes(problem)):
-        for tiles in backward_configs(BackwardFacts(kind.gives, head_dim, memory))[: None if causal else 1]:
-            plan = BackwardPlan(problem, kind, tiles, gpu)
-            if plan.why_not_fused is None and fits(mma_backward_scratch(plan), gpu):
-                run = functools.partial(_mma_pass, plan)
-                yield Call(
-                    f"mma backward {' '.join(kind.gives)}", head_dim, tiles, causal, run, (x, x, x, x, rows, rows)
-                )
+        configs = backward_configs(BackwardFacts(kind.gives, head_dim, memory))
+        plans = [BackwardPlan(problem, kind, tiles, gpu) for tiles in configs]
+        plans = [x for x in plans if x.why_not_fused is None and fits(mma_backward_scratch(x), gpu)]
+        for plan in plans[: None if causal else 1]:
+            run, args = functools.partial(_mma_pass, plan), (x, x, x, x, rows, rows)
+            yield Call(f"mma backward {' '.join(kind.gives)}", head_dim, plan.config, causal, run, args)
 
 
 def _mma_decode(gpu, head_dim, in_pages):

@@ -24,6 +24,7 @@ _H64: dict[str, Any] = dict(head_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128))
 _LARGE: dict[str, Any] = dict(shared_memory=at_least(160))
 _SMALL = BackwardConfig(1, 64, 32, stages=1), BackwardConfig(1, 64, 16, stages=1)
+_IN_REGISTERS = tuple(FusedBackwardConfig(2, 128, 16, stages, values_in_registers=True) for stages in (2, 1))
 
 # The tiles to try, the best first.
 TILES = Table(
@@ -31,15 +32,13 @@ TILES = Table(
     # None for some: then there are passes for the gradients of keys and for those of queries.
     Row((FusedBackwardConfig(1, 128, 32, stages=1),), **_H64, gives=_ALL, **_LARGE),
     Row((FusedBackwardConfig(1, 128, 32), FusedBackwardConfig(1, 128, 32, stages=1)), **_H64, gives=_ALL),
-    Row((FusedBackwardConfig(2, 128, 32), FusedBackwardConfig(2, 128, 32, stages=1)), **_H128, gives=_ALL, **_LARGE),
     Row(
-        (
-            FusedBackwardConfig(2, 128, 16, values_in_registers=True),
-            FusedBackwardConfig(2, 128, 16, stages=1, values_in_registers=True),
-        ),
+        (FusedBackwardConfig(2, 128, 32), FusedBackwardConfig(2, 128, 32, stages=1), *_IN_REGISTERS),
         **_H128,
         gives=_ALL,
+        **_LARGE,
     ),
+    Row(_IN_REGISTERS, **_H128, gives=_ALL),
     Row(
         (
             FusedBackwardConfig(2, 64, 32),
