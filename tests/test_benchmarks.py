@@ -20,6 +20,8 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import scratch_bytes
 from pallas_fa.backends.mma.backward.choose import plans
 from pallas_fa.backends.mma.backward.scratch import on_gpu
+from pallas_fa.backends.mma.forward import scratch as forward
+from pallas_fa.backends.mma.forward.choose import choose
 from pallas_fa.problem import normalise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -300,11 +302,12 @@ def test_tiles_for_99_kb_take_that_much():
         arrays = dict.fromkeys(("query", "key", "value"), q)
         for name in ("pallas_fa:mma", "pallas_fa:mma+99KB"):
             problem, _ = normalise(**parse(name).keywords(workload, arrays, {}))
-            (plan,) = plans(problem, Gpu("9.0", 132, 227 * 1024))
-            needed.append(scratch_bytes(on_gpu(plan)))
+            gpu = Gpu("9.0", 132, 227 * 1024)
+            (plan,) = plans(problem, gpu)
+            needed.append([scratch_bytes(on_gpu(plan)), scratch_bytes(forward.on_gpu(choose(problem, gpu)))])
 
     jax.eval_shape(note, jax.ShapeDtypeStruct((workload.B, workload.T, workload.N, workload.H), workload.dtype))
-    assert needed[0] > 99 * 1024 >= needed[1]
+    assert min(needed[0]) > 99 * 1024 >= max(needed[1])
 
 
 def test_variants_alike_have_names_of_their_own():

@@ -25,17 +25,18 @@ EXCEPTIONS = {
         "sm_80": 96,
         **dict.fromkeys(("sm_90a", "sm_100a"), 64),
     },
+    ("mma backward dk dv dq", 256, mma.FusedBackwardConfig(2, 64, 32, stages=1)): {"sm_80": 64},
     # The figures for 99 KB in backward/mma-tiles are of kernels that spill what they do on sm_90a: up to 88 bytes.
     **dict.fromkeys(
         (
             ("mma backward dk dv dq", 128, mma.FusedBackwardConfig(2, 128, 16, stages, values_in_registers=True))
             for stages in (1, 2)
         ),
-        dict.fromkeys(("sm_86", "sm_89", "sm_120a"), 96),
+        dict.fromkeys(TARGETS, 96),
     ),
     ("mma backward dk dv dq", 256, mma.FusedBackwardConfig(2, 64, 16, stages=1, values_in_registers=True)): {
-        **dict.fromkeys(("sm_80", "sm_86", "sm_89"), 64),
-        **dict.fromkeys(("sm_90a", "sm_100a"), 96),
+        "sm_80": 64,
+        **dict.fromkeys(("sm_86", "sm_89", "sm_90a", "sm_100a"), 96),
         "sm_120a": 128,
     },
     ("mma backward dk dv", 64, mma.BackwardConfig(1, 128, 32)): {

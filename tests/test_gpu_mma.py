@@ -40,6 +40,14 @@ def test_every_form_of_one_pass_is_accurate(tiles, mask, score, check):
     check(case, "mma", gradients=True, config=Config(backward=tiles))
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("mask, score", [("causal", "plain"), ("lengths", "bias")])
+def test_values_in_registers_are_accurate_at_wide_heads(stages, mask, score, check):
+    case = Case(333, 517, mask, score, "bfloat16", N=4, K=2, H=256, Hv=256)
+    tiles = FusedBackwardConfig(2, 64, 16, stages, values_in_registers=True)
+    check(case, "mma", gradients=True, config=Config(backward=tiles))
+
+
 TILES = [ForwardConfig(wgs, rows, block_kv, stages) for wgs in (1, 2) for rows in (64, 128) for block_kv in (32, 64)
          for stages in (1, 2)]  # fmt: skip
 

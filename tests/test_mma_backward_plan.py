@@ -34,6 +34,7 @@ def test_one_pass_gives_all_gradients_where_it_can():
     assert passes(128, deterministic_gradients=True) == two
     assert passes(256, deterministic_gradients=True) == three
     assert [passes(128, bias=(4, *shape)) for shape in ((256, 256), (1, 256), (256, 1))] == [one, one, two]
+    assert [passes(H, gpu=RTX, bias=(4, 256, 256)) for H in (64, 128, 256)] == [one, one, one]
 
 
 def test_named_tiles_are_taken():

@@ -52,6 +52,7 @@ FUSED_TILES = (
     FusedBackwardConfig(1, 64, 32),
     FusedBackwardConfig(1, 128, 32, stages=1),
     FusedBackwardConfig(2, 64, 16, stages=1, values_in_registers=True),
+    FusedBackwardConfig(2, 128, 16, values_in_registers=True),
 )
 
 
@@ -96,7 +97,9 @@ def test_backward_passes_values_through_the_slot_of_keys():
     of_hopper_backward.is_right_and_free_of_races(case, {**keywords, "config": config}, **kernels)
 
 
-@pytest.mark.parametrize("tiles", [BACKWARD_TILES[0], FUSED_TILES[2]], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [BACKWARD_TILES[0], FUSED_TILES[2], FusedBackwardConfig(1, 64, 32, values_in_registers=True)], ids=str
+)
 def test_gradients_of_padding_that_holds_nan_are_zero(tiles):
     case = dataclasses.replace(BASE, batch=(2,), N=2, K=2, mask="lengths")
     problem, operands = of_hopper_backward.problem_of(case, {"config": Config(backward=tiles)})
