@@ -104,18 +104,19 @@ def _operands(problem, q, k, v):
 def _mma(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     memory = gpu.shared_memory // 1024
-    for tiles in forward_configs(ForwardFacts(head_dim, T, memory))[: None if causal else 1]:
-        problem = _problem(head_dim, causal, Config(forward=tiles))
-        if fits(mma_forward_scratch(ForwardPlan(problem, tiles)), gpu):
-            run = lambda q, k, v, problem=problem: mma_forward.forward(problem, _operands(problem, q, k, v), gpu)
-            yield Call("mma forward", head_dim, tiles, causal, run, (x, x, x))
+    wanted = slice(None if causal else 1)
+    configs = forward_configs(ForwardFacts(head_dim, T, memory))
+    plans = [ForwardPlan(_problem(head_dim, causal, Config(forward=tiles)), tiles) for tiles in configs]
+    for plan in [x for x in plans if fits(mma_forward_scratch(x), gpu)][wanted]:
+        run = lambda q, k, v, problem=plan.problem: mma_forward.forward(problem, _operands(problem, q, k, v), gpu)
+        yield Call("mma forward", head_dim, plan.config, causal, run, (x, x, x))
     problem = _problem(head_dim, causal)
     rows = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     for kind in (FUSED, *passes(problem)):
         configs = backward_configs(BackwardFacts(kind.gives, head_dim, memory))
         plans = [BackwardPlan(problem, kind, tiles, gpu) for tiles in configs]
         plans = [x for x in plans if x.why_not_fused is None and fits(mma_backward_scratch(x), gpu)]
-        for plan in plans[: None if causal else 1]:
+        for plan in plans[wanted]:
             run, args = functools.partial(_mma_pass, plan), (x, x, x, x, rows, rows)
             yield Call(f"mma backward {' '.join(kind.gives)}", head_dim, plan.config, causal, run, args)
 

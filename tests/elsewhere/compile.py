@@ -51,7 +51,7 @@ def compiled(call: Call, device: Any) -> list[dict[str, Any]]:
     seconds = time.perf_counter() - start
     numbers = lambda pattern: map(int, re.findall(pattern, reports[0]))
     memory = numbers(r"smem_scratch_bytes=(\d+)")
-    of_kernels = reports[0].split("Compiling entry function")[1:]
+    of_kernels = reports[0].split("Compile time")[:-1]  # which ends what is said of a kernel
     found = []
     for text, shared_memory in zip(of_kernels, memory, strict=True):
         number = lambda pattern, text=text: int(re.search(pattern, text)[1])  # type: ignore[index]
@@ -59,7 +59,7 @@ def compiled(call: Call, device: Any) -> list[dict[str, Any]]:
             {
                 "architecture": re.search(r"for '(\w+)'", text)[1],  # type: ignore[index]
                 "registers": number(r"Used (\d+) registers"),
-                "serialised": "C7512" in reports[0],  # a kernel's wgmmas wait for each other: too few registers
+                "serialised": "C7512" in text,  # the matmuls of wgmma wait for each other: too few registers
                 "spilled": number(r"(\d+) bytes spill stores"),
                 "shared_memory": shared_memory,
                 "compile_s": round(seconds, 2),  # of the call, which mostly has one kernel

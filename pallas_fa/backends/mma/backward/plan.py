@@ -40,7 +40,7 @@ class BackwardPlan(BackwardCore):
 
     @property
     def values_in_registers(self) -> bool:
-        """Whether no step reads V from shared memory."""
+        """Whether warpgroups hold V in registers, and no step reads it from shared memory."""
         return isinstance(self.config, FusedBackwardConfig) and self.config.values_in_registers
 
     @property
