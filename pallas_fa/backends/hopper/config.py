@@ -81,8 +81,8 @@ class BackwardConfig:
     """Tiles of one pass of the backward kernel.
 
     A CTA holds a block of one sequence, the stationary one, and loops over tiles of the other, the streamed one: keys and
-    queries, or queries and keys in the pass for dQ alone. `ds_stages`, `first_store`, `store_warps`, `stagger` and `by_tile`
-    are for a pass that adds dQ up.
+    queries, or queries and keys in the pass for dQ alone. `ds_stages`, `first_store`, `store_warps`, `stagger`, `by_tile`
+    and `dk_last` are for a pass that adds dQ up.
 
     Args:
       compute_wgs: compute warpgroups of a CTA; each holds 64 stationary positions.
@@ -100,6 +100,8 @@ class BackwardConfig:
         head.
       statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
         accumulators start at them. Where there is no score, and no element is tested for padding.
+      dk_last: a step's matmul for dK is issued once its tile of dQ is staged; else before, and it is under way meanwhile
+        (evidence: backward/dk-matmul-last).
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
@@ -117,6 +119,7 @@ class BackwardConfig:
     stagger: int = 0
     by_tile: bool = False
     statistics_last: bool = False
+    dk_last: bool = False
     chunk_slots: int = 0
     persistent_ctas: int = 0
 

@@ -123,7 +123,7 @@ def _ds_smem(w, done):
 
 
 def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_accs: Any, ds: Any, slots: Slots) -> None:
-    """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK after it, which stays under way."""
+    """Computes dQ = dS K and stages it for a store warp; issues the matmul of dK, which stays under way."""
     plan, wgmma, wgs, tiles = w.plan, w.wgmma, w.plan.config.compute_wgs, w.plan.tiles.stationary_qk
     place = lambda part, i, *columns: (part * tiles.chunks + i if part else i, *columns)
     parts_at = lambda *at: [w.stationary_qk.at[place(part, *at)] for part in range(tiles.parts)]
@@ -136,12 +136,15 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
     else:
         keys = [parts_at(0, slice(None), pl.ds(wg * dq.columns, dq.columns))]
 
+    def issue_dk():
+        return wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if qk_accs else 0
+
     def matmuls(keys, is_first, is_last, *dq_accs):
         issued = sum(wgmma.sum_of_products(acc, ds_smem, k) for acc, k in zip(dq_accs, keys, strict=True))
         if is_first:
             wgmma.wait(issued)  # dV is done
             w.release_pv(slots)
-        issued = wgmma.weighted_sums(qk_accs, ds, w.streamed_qk.at[slots.qk]) if is_last and qk_accs else 0
+        issued = issue_dk() if is_last and not plan.config.dk_last else 0
         return tuple(wgmma.result(acc, in_flight=issued) for acc in dq_accs)
 
     # Split operands leave registers for 64 columns at a time.
@@ -159,5 +162,7 @@ def _stage_dq(w: Warpgroup, dq: DqSums, wg: Any, done: Any, ds_smem: Any, qk_acc
             else:
                 w.scratch["dq_smem"][wg, :, column : column + x.shape[1]] = x
             column += x.shape[1]
+    if plan.config.dk_last:
+        issue_dk()
     fence_async_proxy(plan.interpret)
     w.barriers["dq_ready"].arrive(lax.rem(done, jnp.int32(dq.store_warps)) * wgs + wg)

@@ -122,16 +122,16 @@ _WIDE_FUSED_OPTIONS = _WIDE_OPTIONS | dict(
 
 
 def _wide(l2_head_group: int) -> tuple[BackwardConfig, ...]:
-    return (BackwardConfig(2, 128, l2_head_group=l2_head_group, store_warps=1),)
+    return (BackwardConfig(2, 128, l2_head_group=l2_head_group, store_warps=1, dk_last=True),)
 
 
 # With less memory for tiles of arrays and their gradients (evidence: backward/bias-gradient).
 _WIDE_FUSED = (
     *_wide(32),
     BackwardConfig(2, 64, store_warps=1),
-    BackwardConfig(2, 128, ds_stages=1, store_warps=1),
+    BackwardConfig(2, 128, ds_stages=1, store_warps=1, dk_last=True),
 )
-_WIDE_OTHERS = BackwardConfig(2, 128, (2, 1), 1, l2_head_group=32, store_warps=1), *_SMALL
+_WIDE_OTHERS = BackwardConfig(2, 128, (2, 1), 1, l2_head_group=32, store_warps=1, dk_last=True), *_SMALL
 _NARROW_OPTIONS = dict(
     l2_head_group=L2_HEAD_GROUP,
     store_warps=STORE_WARPS,
