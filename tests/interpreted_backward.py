@@ -47,6 +47,14 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
         {"config": Config(backward=BackwardConfig(2, 128, statistics_last=True))},
     ),
+    "statistics last, bias": (
+        dataclasses.replace(BASE, T=136, S=200, score="bias_shared"),
+        {"config": Config(backward=BackwardConfig(2, 64, statistics_last=True))},
+    ),
+    "dK last, dQ by columns": (
+        dataclasses.replace(WIDE, T=200, S=200, mask="causal"),
+        {"config": Config(backward=BackwardConfig(2, 64, dk_last=True))},
+    ),
     "several blocks, one past the end": (
         dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
         {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
@@ -102,6 +110,7 @@ CASES = {
     "unequal head dims": (dataclasses.replace(BASE, H=64, Hv=128, mask="causal"), {}),
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),
+    "soft cap, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256, mask="causal", score="soft_cap"), {}),
     "bias, sinks": (dataclasses.replace(BASE, score="bias_shared", sinks="heads"), {}),
     "bias of each entry": (dataclasses.replace(BASE, T=256, S=256, batch=(2,), score="bias"), {}),
     "bias of each entry, causal, dropout": (

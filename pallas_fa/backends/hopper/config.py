@@ -99,7 +99,7 @@ class BackwardConfig:
       by_tile: CTAs process the query heads of a tile before the next tile, where `Order.by_tile` says so; else head after
         head.
       statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
-        accumulators start at them. Where there is no score, and no element is tested for padding.
+        accumulators start at them. Where no element is tested for padding.
       dk_last: a step's matmul for dK is issued once its tile of dQ is staged; else before, and it is under way meanwhile
         (evidence: backward/dk-matmul-last).
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes

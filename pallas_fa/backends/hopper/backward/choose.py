@@ -48,6 +48,8 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
         only_lengths=isinstance(problem.mask, Lengths),
         split=products.parts_of(problem) > 1,
         dropout=problem.dropout is not None,
+        scored=problem.score is not None or problem.scale <= 0,
+        score_arrays=bool(jax.tree.leaves(problem.score)),
     )
     named = problem.config and problem.config.backward
     configs = (named,) if named else backward_configs(facts, gpu)

@@ -100,8 +100,7 @@ class BackwardPlan(BackwardCore):
         """
         is_alone = len(self.kind.gives) == 3
         tests_padding = self.padding.behind_mask if is_alone else self.padding != Padding()
-        in_the_way = self.scored or self.chunked or tests_padding
-        return self.config.statistics_last and not in_the_way
+        return self.config.statistics_last and not self.chunked and not tests_padding
 
     @property
     def scales_ds(self) -> bool:

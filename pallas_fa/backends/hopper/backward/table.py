@@ -27,6 +27,8 @@ class BackwardFacts(NamedTuple):
     blocks: it has a block mask.
     only_lengths: it is sequence lengths alone.
     dropout: there is dropout.
+    scored: logits pass through a score.
+    score_arrays: it has arrays.
     """
 
     gives: tuple[str, ...]
@@ -44,6 +46,8 @@ class BackwardFacts(NamedTuple):
     blocks: bool = False
     only_lengths: bool = False
     dropout: bool = False
+    scored: bool = False
+    score_arrays: bool = False
 
 
 class Choice(NamedTuple):
@@ -92,6 +96,8 @@ L2_HEAD_GROUP = Table(
 STATISTICS_LAST = Table(
     "backward/instructions-and-waits",
     Row(False, tests_arrays=True),
+    Row(False, score_arrays=True),
+    Row(False, scored=True, **_H128),
     Row(False, gives=_KEYS),
     Row(False, "library/dropout-by-philox", **_H64, dropout=True),
     Row(True, "library/dropout-by-philox", **_H128, dropout=True),
