@@ -112,6 +112,7 @@ MUTATIONS = (
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
+    Mutation("backends/hopper/backward/step.py", "if plan.config.dk_last:", "if False:", BACKWARD),
     Mutation("backends/hopper/backward/scale_ds.py", "factor < 1", "factor < 0", FLOAT16),
     Mutation("backends/hopper/backward/work.py", "first + i * ctas", "first + i", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
