@@ -141,6 +141,7 @@ CASES = {
     ),
     "dropout, head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal", dropout=0.3), {}),
     "negative scale": (BASE, {"scale": -0.3}),
+    "negative scale, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256), {"scale": -0.1}),
     "deterministic": (dataclasses.replace(BASE, mask="causal"), {"deterministic_gradients": True}),
 }
 

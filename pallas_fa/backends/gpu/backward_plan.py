@@ -27,6 +27,11 @@ def has_per_query_gradients(problem: Problem) -> bool:
     return any(map(is_per_query, float_arrays(problem.score)))
 
 
+def is_scored(problem: Problem) -> bool:
+    """Whether logits are scaled and scored in registers, and not by where their accumulator starts."""
+    return problem.score is not None or problem.scale <= 0
+
+
 @dataclasses.dataclass(frozen=True)
 class BackwardCore:
     """The problem, the pass, its tiles, and what follows from these. `interpret`: for JAX's GPU interpret mode.
@@ -81,8 +86,8 @@ class BackwardCore:
 
     @property
     def scored(self) -> bool:
-        """Whether logits are scaled and scored in registers, and not by where their accumulator starts."""
-        return self.problem.score is not None or self.problem.scale <= 0
+        """See `is_scored`."""
+        return is_scored(self.problem)
 
     @property
     def dropout_scale(self) -> float | None:

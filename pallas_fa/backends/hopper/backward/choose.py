@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 
+from pallas_fa.backends.gpu.backward_plan import is_scored
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
@@ -48,7 +49,7 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
         only_lengths=isinstance(problem.mask, Lengths),
         split=products.parts_of(problem) > 1,
         dropout=problem.dropout is not None,
-        scored=problem.score is not None or problem.scale <= 0,
+        scored=is_scored(problem),
         score_arrays=bool(jax.tree.leaves(problem.score)),
     )
     named = problem.config and problem.config.backward

@@ -27,8 +27,8 @@ class BackwardFacts(NamedTuple):
     blocks: it has a block mask.
     only_lengths: it is sequence lengths alone.
     dropout: there is dropout.
-    scored: logits pass through a score.
-    score_arrays: it has arrays.
+    scored: logits are scored in registers, see `is_scored`.
+    score_arrays: the score has arrays.
     """
 
     gives: tuple[str, ...]
