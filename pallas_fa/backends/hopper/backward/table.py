@@ -116,6 +116,7 @@ PERSISTENT = Table(
     "backward/persistent-ctas",
     Row(True, length=up_to(64), queries=up_to(128)),
     Row(True, length=up_to(640), queries=up_to(640), masked=False),
+    Row(True, length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
     Row(True, "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
     Row(False),
 )
