@@ -63,6 +63,14 @@ CASES = {
         dataclasses.replace(BASE, T=200, S=300, N=4, K=2, batch=(2,), mask="lengths"),
         {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=5))},
     ),
+    "several blocks, dealt out in turn": (
+        dataclasses.replace(BASE, T=136, S=300, N=2, K=2),
+        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=2))},
+    ),
+    "several blocks, a window, deterministic": (
+        dataclasses.replace(BASE, T=200, S=200, N=2, K=2, mask="window_causal"),
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3)), "deterministic_gradients": True},
+    ),
     "one key block, empty rows": (dataclasses.replace(BASE, T=200, S=100, batch=(2,), mask="lengths"), {}),
     "odd head dims": (dataclasses.replace(BASE, H=72, Hv=40, mask="causal"), {}),
     "one key block of several heads, float32": (

@@ -20,7 +20,8 @@ _FIRST_FREE = 5  # barriers 0 to 4 belong to Mosaic
 class Parties(NamedTuple):
     """Who meets at a barrier: `arrivals` warps or warpgroups of `arriving` threads each, for `waiting` threads.
 
-    `count`: how many such barriers there are. `meeting`: all wait for each other, and `waiting` is 0.
+    `count`: how many such barriers there are. `meeting`: all wait for each other, and `waiting` is 0. `others`: warps that
+    arrive beside those.
     """
 
     count: int
@@ -28,6 +29,7 @@ class Parties(NamedTuple):
     arriving: int
     waiting: int
     meeting: bool = False
+    others: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class NamedBarrier:
         plgpu.barrier_wait(self.mbarrier.at[i])
 
     def _ptx(self, operation, i):
-        threads = self.parties.arrivals * self.parties.arriving + self.parties.waiting
+        threads = self.parties.arrivals * self.parties.arriving + self.parties.others * WARP + self.parties.waiting
 
         def bar(_, number):
             operands, text = [number.registers[()]], f"bar.{operation} $0, {threads};"
@@ -77,6 +79,6 @@ def numbered(parties: Mapping[str, Parties], scratch: Mapping[str, Any]) -> dict
 def interpreter_scratch(parties: Mapping[str, Parties]) -> dict[str, Any]:
     """Returns the mbarriers that stand for named barriers in the interpreter."""
     return {
-        f"{name}_mbarrier": plgpu.Barrier(num_arrivals=who.arrivals, num_barriers=who.count)
+        f"{name}_mbarrier": plgpu.Barrier(num_arrivals=who.arrivals + who.others, num_barriers=who.count)
         for name, who in parties.items()
     }

@@ -7,6 +7,7 @@ blocks, at the start and at the end of the visits); only the latter are masked e
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -72,6 +73,14 @@ def part_of(found: Visits, part: Any, parts: int, blocks: int) -> Visits:
     nothing = first == last
     ends = (first, blocks), (full_first, blocks), (full_last, blocks), (last, blocks + 1)
     return Visits(*(jnp.where(nothing, there, x) for x, there in ends))
+
+
+def is_windowed(mask: Any, T: int) -> bool:
+    """Returns whether the mask, without arrays, rules out keys before the last of T queries."""
+    if mask is None or jax.tree.leaves(mask):
+        return False
+    first, _ = mask.kv_range(np.array([T - 64], np.int32), np.array([T], np.int32))
+    return bool(np.any(np.asarray(first) > 0))
 
 
 def is_equal(a: Any, b: Any) -> bool:

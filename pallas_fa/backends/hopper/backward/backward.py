@@ -20,6 +20,7 @@ from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.backward import tickets
 from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
@@ -88,7 +89,8 @@ def _run(
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
     claims_shapes = [(plan.claims_shape(i), jnp.int32) for i in plan.order.ordered_sums]
     dq_start = [dq.start] if dq and dq.start else []
-    starts = [jnp.full(shape, zero, dtype) for shape, dtype in (*dq_start, *claims_shapes)]
+    counters = [(tickets.shape(plan.order.ctas), jnp.int32)] if plan.order.by_tickets else []
+    starts = [jnp.full(shape, zero, dtype) for shape, dtype in (*counters, *dq_start, *claims_shapes)]
     of_arrays = {i: jax.ShapeDtypeStruct(plan.added_shape(i), plan.added_dtype(i)) for i in scores.added}
     stored = [of_arrays.pop(i) for i in plan.array_results]
     zeros = (jnp.full(x.shape, zero, x.dtype) for x in of_arrays.values())
@@ -117,7 +119,7 @@ def _run(
         warpgroups=plan.config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )
-    results, added = list(results), [jax.freeze(ref) for ref in added]
+    results, added = list(results), [jax.freeze(ref) for ref in added][len(counters) :]
     found = {}
     if dq:
         sums = (results if dq.is_result else added).pop(0)

@@ -7,6 +7,7 @@ import jax
 from pallas_fa.backends.gpu.backward_plan import is_scored
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.gradient_pass import GradientPass
+from pallas_fa.backends.gpu.schedule import is_windowed
 from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
@@ -48,6 +49,7 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
         blocks=problem.mask is not None and problem.mask.has_blocks,
         only_lengths=isinstance(problem.mask, Lengths),
         split=products.parts_of(problem) > 1,
+        windowed=is_windowed(problem.mask, problem.dims.T),
         dropout=problem.dropout is not None,
         scored=is_scored(problem),
         score_arrays=bool(jax.tree.leaves(problem.score)),

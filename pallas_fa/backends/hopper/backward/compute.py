@@ -1,5 +1,6 @@
 """A compute warpgroup of the backward kernel: its 64 stationary positions against every visited streamed tile."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,11 +19,15 @@ from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Warpgroup
 from pallas_fa.backends.hopper.tiles import pieces
 
 
-def compute(w: Warpgroup) -> Any:
-    """Runs the mainloop and stores the gradients of the stationary operands; returns the steps after the block."""
+def compute(w: Warpgroup, after: Callable[[], Any]) -> tuple[Any, Any]:
+    """Runs the mainloop and stores the gradients of the stationary operands.
+
+    Returns (the steps after the block, after()), as `work.for_blocks` asks for.
+    """
     plan, kind = w.plan, w.plan.kind
     ds_factor = w.gmem.ds_factors[0] if plan.scales_ds else None  # read while operands are loaded
-    plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_qk_ready"]))
+    if not plan.order.by_tickets:  # else the block's number has come with it
+        plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_qk_ready"]))
     if plan.padding.stationary:
         zero_stationary(w)
     if kind.accumulates_qk:
@@ -52,8 +57,9 @@ def compute(w: Warpgroup) -> Any:
             stand_ins += [w.scratch[f"d_{name}_stand_in"].at[w.wg, i] for i in range(counts[name])]
     done, *results = w.wgmma.across_loops(mainloop, stand_ins, *shapes)
     d_qk = [results.pop(0) for _ in range(counts.get("qk", 0))]
+    following = after()  # what it waits for arrives while gradients are stored
     _store(w, d_qk, results)
-    return done
+    return done, following
 
 
 def _release_block_before(w):
@@ -63,7 +69,7 @@ def _release_block_before(w):
     @pl.when((block.before > 0) & (block.after > 0))
     def _():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        w.barriers["stationary_free"].arrive(lax.rem(block.before - 1, jnp.int32(work.BLOCK_SLOTS)))
+        w.barriers["stationary_free"].arrive(work.slot_of(block.before - 1))
 
 
 def _store(w, d_qk, d_pv):

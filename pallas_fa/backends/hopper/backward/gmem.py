@@ -10,9 +10,9 @@ class Refs(NamedTuple):
 
     `arrays`: of score and mask. `visit_table`: None where visits are known while tracing, and a function where they follow
     from sequence lengths (see `StreamedVisits.of_part`). `dropout`: that of every head, or None. `ds_factors`: those
-    of `float16_range.DsScale`, or None. `dq_sums` and `added` are added to; `dq_claims` has a counter for each tile of
-    `dq_sums` (see `first_store`), `array_claims` for each of `Order.ordered_sums`. Of `added`, gradients that are not
-    shared are stored.
+    of `float16_range.DsScale`, or None. `tickets`: the memory of `tickets`, or None. `dq_sums` and `added` are added to;
+    `dq_claims` has a counter for each tile of `dq_sums` (see `first_store`), `array_claims` for each of
+    `Order.ordered_sums`. Of `added`, gradients that are not shared are stored.
     """
 
     stationary_qk: Any
@@ -25,6 +25,7 @@ class Refs(NamedTuple):
     visit_table: Any
     dropout: Any
     ds_factors: Any
+    tickets: Any
     dq_claims: Any
     dq_sums: Any
     array_claims: dict[int, Any]
@@ -45,6 +46,7 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
         visit_table = None if plan.visits.known else queue.pop(0)
     dropout = None if plan.problem.dropout is None else queue.pop(0)
     ds_factors = queue.pop(0) if plan.scales_ds else None
+    tickets = queue.pop(0) if plan.order.by_tickets else None
     dq = queue.pop(0) if plan.dq and plan.dq.start else None
     array_claims = dict(zip(plan.order.ordered_sums, take(len(plan.order.ordered_sums)), strict=True))
     in_refs = [i for i in scores.added if i not in plan.array_results]
@@ -57,4 +59,6 @@ def named(plan: BackwardPlan, refs: tuple[Any, ...]) -> Refs:
     summed = dict(zip(scores.summed, queue, strict=True))
     operands = stationary_qk, stationary_pv, streamed_qk, streamed_pv, neg_lse, delta
     of_dq = claims, sums
-    return Refs(*operands, arrays, visit_table, dropout, ds_factors, *of_dq, array_claims, added, gradients, summed)
+    return Refs(
+        *operands, arrays, visit_table, dropout, ds_factors, tickets, *of_dq, array_claims, added, gradients, summed
+    )

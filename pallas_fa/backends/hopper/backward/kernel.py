@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.hopper.backward import gmem as device_memory
 from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.compute import compute
-from pallas_fa.backends.hopper.backward.load import Load, drain
+from pallas_fa.backends.hopper.backward.load import load
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers, by_name
 from pallas_fa.backends.hopper.backward.store_dq import store_dq
@@ -34,7 +34,8 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
     @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        work.for_blocks(plan, lambda block: compute(Warpgroup(plan, block, wg, gmem, scratch)))
+        of_block = lambda block, after: compute(Warpgroup(plan, block, wg, gmem, scratch), after)
+        work.for_blocks(plan, gmem, scratch, of_block)
         if dq:
             barriers(plan, scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
         if plan.order.ordered_sums:
@@ -49,8 +50,7 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
         def _(warp):
             @pl.when(warp == 0)
             def _():
-                steps = work.for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
-                drain(plan, steps, scratch)
+                load(plan, gmem, scratch)
 
             if dq:
                 stores = (warp >= 1) & (warp <= dq.store_warps)

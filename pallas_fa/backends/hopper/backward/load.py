@@ -7,7 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.backward import chunks, work
+from pallas_fa.backends.gpu.grid import AXIS
+from pallas_fa.backends.hopper.backward import chunks, tickets, work
 from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
@@ -15,7 +16,38 @@ from pallas_fa.backends.hopper.backward.scratch import barriers
 _copy = plgpu.copy_gmem_to_smem
 
 
-class Load:
+def load(plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]) -> None:
+    """Runs the load warp."""
+
+    def wait_for_slot(i):
+        free = barriers(plan, scratch)["stationary_free"]
+        pl.when(i >= work.BLOCK_SLOTS)(lambda: free.wait(work.slot_of(i)))
+
+    def of_block(block, after):
+        if plan.several_blocks:
+            wait_for_slot(block.before)
+        return _Load(plan, block, gmem, scratch).run(), after()
+
+    def pass_on(i, number):
+        wait_for_slot(i)
+        tickets.pass_on(gmem.tickets, work.slot_of(i), number, plan.interpret)
+
+    def of_ticket(i, number, done):
+        pass_on(i, number)
+        after = tickets.take(gmem.tickets, number, plan.order.ctas, plan.interpret)  # there once the block is loaded
+        return after, _Load(plan, work.block_of(plan, number, i, done), gmem, scratch).run()
+
+    if plan.order.by_tickets:
+        count, number, steps = work.while_blocks(plan, of_ticket, lax.axis_index(AXIS))
+        pass_on(count, number)  # by which the others see that there is no other block
+        for _ in range(plan.tiles.stationary_qk.copies):
+            plgpu.barrier_arrive(scratch["stationary_qk_ready"].at[work.slot_of(count)])
+    else:
+        steps = work.for_blocks(plan, gmem, scratch, of_block)
+    _drain(plan, steps, scratch)
+
+
+class _Load:
     """Loads all that one stationary block needs."""
 
     def __init__(self, plan: BackwardPlan, block: work.Block, gmem: Refs, scratch: dict[str, Any]):
@@ -26,9 +58,6 @@ class Load:
     def run(self) -> Any:
         """Loads everything; returns the steps after the block."""
         plan = self.plan
-        if plan.several_blocks:
-            reused = self.block.before >= work.BLOCK_SLOTS
-            pl.when(reused)(lambda: self.barriers["stationary_free"].wait(self.block.slot))
         self._stationary("stationary_qk", "neg_lse")
         if plan.chunked and plan.kind.accumulates_qk:
             self._stationary("stationary_pv", "delta")
@@ -126,7 +155,7 @@ class Load:
                 _copy(source, smem.at[wg], self.scratch["array_tiles_ready"].at[slot])
 
 
-def drain(plan: BackwardPlan, steps: Any, scratch: dict[str, Any]) -> None:
+def _drain(plan: BackwardPlan, steps: Any, scratch: dict[str, Any]) -> None:
     """Waits until all slots of the rings are free: each completed phase of a barrier is to be waited for."""
     for slot in range(plan.array_slots if plan.array_tiles else 0):
         pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(scratch["array_tiles_free"].at[slot]))

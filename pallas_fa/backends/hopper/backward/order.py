@@ -40,7 +40,7 @@ class Order:
         batch, group = self.problem.dims.B, 1
         if self.ordered_sums:
             return Grid(batch, self.heads, self.visits.blocks, batch, by_head=True)
-        if self.problem.mask is not None and not self.persistent:
+        if self.problem.mask is not None:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
         return Grid(batch, self.heads, self.visits.blocks, group, lead=self._lead)
@@ -52,7 +52,7 @@ class Order:
         The first keys may be seen by all queries, as sinks are, where others are seen by few (evidence:
         forward/visit-lists).
         """
-        if not self.visits.listed or self.persistent:
+        if not self.visits.listed:
             return 0
         return min(self.visits.blocks, max(1, self.gpu.multiprocessors // (self.problem.dims.B * self.heads)))
 
@@ -85,9 +85,17 @@ class Order:
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA may process several blocks: those whose numbers in `grid` are its own plus multiples of `ctas`."""
+        """Whether a CTA may process several blocks, one after the other."""
         holds_keys = self.kind.keys_stationary and self.kind.accumulates_qk
         return self.config.persistent_ctas > 0 and holds_keys and not self.config.chunk_slots
+
+    @property
+    def by_tickets(self) -> bool:
+        """Whether each is the first that no CTA has begun, since under a mask blocks differ in work.
+
+        Else its number in `grid` is the CTA's plus a multiple of `ctas`.
+        """
+        return self.persistent and self.problem.mask is not None
 
     @property
     def ctas(self) -> int:

@@ -58,7 +58,9 @@ def _parties(plan):
         streamed_pv_free=ring(plan.slots[1]),
     )
     if plan.several_blocks:
-        parties["stationary_free"] = ring(BLOCK_SLOTS)
+        # Store warps read the numbers of blocks, too.
+        others = plan.dq.store_warps if plan.dq and plan.order.by_tickets else 0
+        parties["stationary_free"] = ring(BLOCK_SLOTS, others=others)
     if plan.dq:
         parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
         parties["dq_free"] = Parties(wgs, arrivals=1, arriving=WARP, waiting=WARPGROUP)

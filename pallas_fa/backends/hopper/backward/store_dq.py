@@ -66,11 +66,14 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
         if dq.first_store:
             pl.when(is_first)(lambda: first_store.publish(counter, plan.interpret))
 
-    def of_block(block):
+    def of_block(block, after):
+        if plan.order.by_tickets:  # this warp has read the number of the block
+            pl.when(block.before > 0)(lambda: barrier["stationary_free"].arrive(work.slot_of(block.before - 1)))
+
         def step_of_this_warp(tile, n, done):
             pl.when(lax.rem(done, jnp.int32(dq.store_warps)) == index)(lambda: step(block, tile, n))
 
-        return work.for_steps(plan, block, gmem.visit_table, step_of_this_warp)
+        return work.for_steps(plan, block, gmem.visit_table, step_of_this_warp), after()
 
-    work.for_blocks(plan, of_block)
+    work.for_blocks(plan, gmem, scratch, of_block)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

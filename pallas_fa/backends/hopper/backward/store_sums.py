@@ -20,7 +20,7 @@ def store_sums(plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]) -> None:
     barrier, config = barriers(plan, scratch), plan.config
     barrier["sums_free"].arrive()
 
-    def of_block(block):
+    def of_block(block, after):
         def step(tile, n, _):
             claimed = []
             at = TilePlace(block.b, n, block.start, tile * config.width, False, {}, None)
@@ -43,6 +43,6 @@ def store_sums(plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]) -> None:
             for _, counter, is_first in claimed:
                 pl.when(is_first)(lambda counter=counter: first_store.publish(counter, plan.interpret))
 
-        return work.for_steps(plan, block, gmem.visit_table, step)
+        return work.for_steps(plan, block, gmem.visit_table, step), after()
 
-    work.for_blocks(plan, of_block)
+    work.for_blocks(plan, gmem, scratch, of_block)

@@ -26,6 +26,7 @@ class BackwardFacts(NamedTuple):
     split: operands are in two parts.
     blocks: it has a block mask.
     only_lengths: it is sequence lengths alone.
+    windowed: without arrays, it rules out keys before the last queries.
     dropout: there is dropout.
     scored: logits are scored in registers, see `is_scored`.
     score_arrays: the score has arrays.
@@ -45,6 +46,7 @@ class BackwardFacts(NamedTuple):
     split: bool
     blocks: bool = False
     only_lengths: bool = False
+    windowed: bool = False
     dropout: bool = False
     scored: bool = False
     score_arrays: bool = False
@@ -111,6 +113,7 @@ _LONG: dict[str, Any] = dict(group=1, visit_table=False, length=at_least(8193))
 WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, masked=True, **_LONG), Row(32))
 WIDE_STAGGER = Table("backward/stagger", Row(7, masked=False, **_LONG), Row(0))
 
+_PLAIN: dict[str, Any] = dict(group=1, scored=False, score_arrays=False, dropout=False)
 # Of the fused pass at H=64. Their second slots for keys and values may not fit beside arrays: then a CTA for each block.
 PERSISTENT = Table(
     "backward/persistent-ctas",
@@ -118,6 +121,9 @@ PERSISTENT = Table(
     Row(True, length=up_to(640), queries=up_to(640), masked=False),
     Row(True, length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
     Row(True, "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
+    Row(True, length=up_to(2048), queries=up_to(2048), only_lengths=True, **_PLAIN),
+    Row(True, length=up_to(2048), queries=up_to(2048), masked=True, visit_table=False, **_PLAIN),
+    Row(True, windowed=True, **_PLAIN),
     Row(False),
 )
 
@@ -235,4 +241,7 @@ def backward_configs(facts: BackwardFacts, gpu: Gpu) -> tuple[BackwardConfig, ..
 
 def _persistent(config, facts, gpu):
     grid = Grid(1, facts.heads, -(-facts.length // config.block), 1)
-    return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)
+    count = persistent_ctas(grid, gpu.multiprocessors)
+    if facts.masked and count:  # a CTA takes whatever block is next
+        count = gpu.multiprocessors
+    return dataclasses.replace(config, persistent_ctas=count, store_warps=1)

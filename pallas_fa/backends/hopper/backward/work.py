@@ -1,13 +1,16 @@
 """The backward kernel's work: which CTA holds what, and in which order it visits the tiles of the streamed sequence."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.grid import AXIS
+from pallas_fa.backends.hopper.backward import tickets
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 BLOCK_SLOTS = 2  # for the stationary operands of several blocks
@@ -17,8 +20,8 @@ class Block(NamedTuple):
     """A stationary block: batch entry, stationary head, its number, its first position.
 
     `down`: whether the CTA visits the tiles from the last one down (see `for_steps`). `done`: steps of the CTA before;
-    `before`, `after`: how many blocks it processes before and after this one. `slot`: that of its stationary operands,
-    None where a CTA has but one block.
+    `before`, `after`: how many blocks it processes before and after this one, 1 after it if that is not known. `slot`: that
+    of its stationary operands, None where a CTA has but one block.
     """
 
     b: Any
@@ -36,19 +39,60 @@ class Block(NamedTuple):
         return ref if self.slot is None else ref.at[self.slot]
 
 
-def for_blocks(plan: BackwardPlan, role: Callable[[Block], Any]) -> Any:
-    """Calls role(block) -> steps of the CTA after it, for each block of this CTA; returns the number of all steps."""
-    order = plan.order
+def for_blocks(plan: BackwardPlan, gmem: Any, scratch: dict[str, Any], role: Callable[..., tuple[Any, Any]]) -> Any:
+    """Calls role(block, next) -> (steps of the CTA after it, next()) for each block of this CTA; returns all steps.
+
+    By tickets, `next()` waits for the number of the next block; the earlier it is called, the less is left of the wait.
+    """
+    order, nothing = plan.order, lambda: None
     if not order.persistent:
-        return role(_block(plan, order.grid.place(), jnp.int32(0)))
+        return role(_block(plan, order.grid.place(), jnp.int32(0)), nothing)[0]
+    if order.by_tickets:
+        return _for_tickets(plan, gmem.tickets, scratch["stationary_qk_ready"], role)
     first, ctas = lax.axis_index(AXIS), order.ctas
     count = lax.div(order.grid.ctas - 1 - first, jnp.int32(ctas)) + 1
-
-    def one(i, done):
-        slot = lax.rem(i, jnp.int32(BLOCK_SLOTS))
-        return role(_block(plan, order.grid.place(first + i * ctas), done, i, count - 1 - i, slot))
-
+    one = lambda i, done: role(block_of(plan, first + i * ctas, i, done, count - 1 - i), nothing)[0]
     return lax.fori_loop(0, count, one, jnp.int32(0))
+
+
+def _for_tickets(plan, memory, ready, role):
+    def number_of(i):
+        plgpu.barrier_wait(ready.at[slot_of(i)])
+        return tickets.passed_on(memory, slot_of(i), plan.interpret)
+
+    def one(i, number, done):
+        done, after = role(block_of(plan, number, i, done), lambda: number_of(i + 1))
+        return after, done
+
+    return while_blocks(plan, one, number_of(jnp.int32(0)))[2]
+
+
+def while_blocks(plan: BackwardPlan, one: Callable[..., tuple[Any, Any]], number: Any) -> tuple[Any, Any, Any]:
+    """Calls one(blocks before, number, steps before) -> (the next number, steps) while there is a block of that number.
+
+    Returns (blocks, the first number that is none of a block, steps). Pallas has no while loops for warps: of two nested
+    loops, each as long as the square root of all blocks, both are soon over after the last block.
+    """
+    count = plan.order.grid.ctas
+    turns = math.isqrt(count - 1) + 1
+    is_there = lambda state: state[1] < count
+
+    def some(_, state):
+        next_state = lambda state: (state[0] + 1, *one(*state))
+        turn = lambda _, state: lax.cond(is_there(state), next_state, lambda state: state, state)
+        return lax.fori_loop(0, jnp.where(is_there(state), turns, 0), turn, state)
+
+    return lax.fori_loop(0, turns, some, (jnp.int32(0), number, jnp.int32(0)))
+
+
+def slot_of(i: Any) -> Any:
+    """Returns that of the stationary operands of the CTA's block i."""
+    return lax.rem(i, jnp.int32(BLOCK_SLOTS))
+
+
+def block_of(plan: BackwardPlan, number: Any, i: Any, done: Any, after: Any = 1) -> Block:
+    """Returns the block of that number in the grid, block i of the CTA."""
+    return _block(plan, plan.order.grid.place(number), done, i, after, slot_of(i))
 
 
 def _block(plan, at, done, *among):

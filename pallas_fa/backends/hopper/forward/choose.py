@@ -1,11 +1,11 @@
 """The choice of a forward kernel's tiles."""
 
 import jax
-import numpy as np
 
 from pallas_fa import masks
 from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.schedule import is_windowed
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import windows
@@ -43,7 +43,7 @@ def _facts(problem):
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
         blocks=problem.mask is not None and problem.mask.has_blocks,
         split=products.parts_of(problem) > 1,
-        windowed=_is_windowed(problem),
+        windowed=is_windowed(problem.mask, problem.dims.T),
         window=_window(problem),
         window_keys=_window_keys(problem),
         dropout=problem.dropout is not None,
@@ -69,11 +69,3 @@ def _is_uniform(problem):
     tiles = intervals.tiles(problem.dims.T, 64)
     ask = lambda mask: (mask.kv_range(*tiles), mask.full_kv_range(*tiles))
     return all(x.shape[-1:] in ((), (1,)) for x in jax.tree.leaves(jax.eval_shape(ask, problem.mask)))
-
-
-def _is_windowed(problem):
-    T = problem.dims.T
-    if problem.mask is None or jax.tree.leaves(problem.mask):
-        return False
-    first, _ = problem.mask.kv_range(np.array([T - 64], np.int32), np.array([T], np.int32))
-    return bool(np.any(np.asarray(first) > 0))
