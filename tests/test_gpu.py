@@ -224,6 +224,20 @@ PERSISTENT = tuple(
     )
 )
 
+# As the tables have it, by tickets and dealt out in turn.
+PERSISTENT_AS_CHOSEN = (
+    Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)),
+    Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)),
+    Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=32, Hv=32, batch=(3,)),
+    Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)),
+    Case(60, 64, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(40,)),
+)
+
+
+@pytest.mark.parametrize("case", PERSISTENT_AS_CHOSEN, ids=str)
+def test_persistent_ctas_of_the_tables_are_accurate(case, check):
+    check(case, "mosaic_gpu", gradients=True)
+
 
 @pytest.mark.parametrize(("case", "config"), PERSISTENT, ids=[str(case) for case, _ in PERSISTENT])
 def test_persistent_ctas_are_accurate(case, config, check):
@@ -322,6 +336,11 @@ RERUN_GRADIENTS = (
     Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
     Case(1024, 1000, "causal", "plain", "float32", N=8, K=8, H=128, Hv=128),
     Case(1000, 1024, "packed", "plain", "float32", N=8, K=2, H=64, Hv=64),
+    # Persistent CTAs by tickets, and dealt out in turn.
+    Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)),
+    Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)),
+    Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)),
+    Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)),
 )
 
 
