@@ -57,11 +57,11 @@ CASES = {
     ),
     "several blocks, one past the end": (
         dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
-        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3))},
+        {"config": Config(backward=BackwardConfig(1, 64, persistent_ctas=3, by_tickets=True))},
     ),
     "several blocks, empty rows, grouped heads": (
         dataclasses.replace(BASE, T=200, S=300, N=4, K=2, batch=(2,), mask="lengths"),
-        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=5))},
+        {"config": Config(backward=BackwardConfig(2, 128, (1, 1), 1, persistent_ctas=5, by_tickets=True))},
     ),
     "several blocks, dealt out in turn": (
         dataclasses.replace(BASE, T=136, S=300, N=2, K=2),

@@ -198,7 +198,8 @@ PERSISTENT = tuple(
     (
         Case(T, S, mask, score, dtype, N=4, K=2, H=64, Hv=64, **options),
         Config(
-            ForwardConfig(wgs, 64 * wgs, persistent_ctas=3), BackwardConfig(wgs, 64 * wgs, (2, 1), persistent_ctas=5)
+            ForwardConfig(wgs, 64 * wgs, persistent_ctas=3),
+            BackwardConfig(wgs, 64 * wgs, (2, 1), persistent_ctas=5, by_tickets=wgs == 2),
         ),
     )
     for wgs, T, S, mask, score, dtype, options in (
@@ -223,20 +224,27 @@ PERSISTENT = tuple(
         (333, 517, "bfloat16", 2, 128, dict(dropout=0.3)),
     )
 )
-
-# As the tables have it, by tickets and dealt out in turn.
-PERSISTENT_AS_CHOSEN = (
-    Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)),
-    Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)),
-    Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=32, Hv=32, batch=(3,)),
-    Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)),
-    Case(60, 64, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(40,)),
+# The tables' tiles at H=64, which CTAs take by tickets in larger calls, and blocks dealt out in turn, as the tables have it.
+BY_TICKETS = Config(
+    backward=BackwardConfig(
+        2,
+        128,
+        l2_head_group=32,
+        store_warps=1,
+        statistics_last=True,
+        dk_last=True,
+        persistent_ctas=132,
+        by_tickets=True,
+    )
 )
-
-
-@pytest.mark.parametrize("case", PERSISTENT_AS_CHOSEN, ids=str)
-def test_persistent_ctas_of_the_tables_are_accurate(case, check):
-    check(case, "mosaic_gpu", gradients=True)
+AT_64 = (
+    (Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)), BY_TICKETS),
+    (Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)), BY_TICKETS),
+    (Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=32, Hv=32, batch=(3,)), BY_TICKETS),
+    (Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)), None),
+    (Case(60, 64, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(40,)), None),
+)
+PERSISTENT += AT_64
 
 
 @pytest.mark.parametrize(("case", "config"), PERSISTENT, ids=[str(case) for case, _ in PERSISTENT])
@@ -336,22 +344,21 @@ RERUN_GRADIENTS = (
     Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
     Case(1024, 1000, "causal", "plain", "float32", N=8, K=8, H=128, Hv=128),
     Case(1000, 1024, "packed", "plain", "float32", N=8, K=2, H=64, Hv=64),
-    # Persistent CTAs by tickets, and dealt out in turn.
-    Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)),
-    Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)),
-    Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)),
-    Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)),
+)
+RERUNS = (
+    *((case, deterministic, None) for case in RERUN_GRADIENTS for deterministic in (False, True)),
+    *((case, False, config) for case, config in AT_64),
 )
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("case", RERUN_GRADIENTS, ids=str)
-def test_gradients_of_a_thousand_reruns(case, deterministic):
+@pytest.mark.parametrize(
+    ("case", "deterministic", "config"), RERUNS, ids=[f"{case}-{('fast', 'deterministic')[x]}" for case, x, _ in RERUNS]
+)
+def test_gradients_of_a_thousand_reruns(case, deterministic, config):
     """dK and dV bitwise equal, dQ within rounding; in the deterministic mode all bitwise equal."""
     inputs = case.inputs()
-    call = functools.partial(
-        pallas_fa.dot_product_attention, implementation="mosaic_gpu", deterministic_gradients=deterministic
-    )
+    options = dict(implementation="mosaic_gpu", config=config, deterministic_gradients=deterministic)
+    call = functools.partial(pallas_fa.dot_product_attention, **options)
 
     @jax.jit
     def run(q, k, v, arrays):

@@ -178,10 +178,11 @@ def _hopper(gpu, head_dim, causal):
         run = lambda q, k, v, problem=problem: hopper_forward.forward(problem, _operands(problem, q, k, v), gpu)
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
-    for tiles in hopper_backward_configs(
-        HopperBackwardFacts(gives, in_tables, in_tables, head_dim, T, T, B * N, 1, causal, False, False, split=False),
-        gpu,
-    ):
+    facts = [
+        HopperBackwardFacts(gives, in_tables, in_tables, head_dim, T, T, heads, 1, causal, False, False, split=False)
+        for heads in (B * N, 1000)  # which fill the GPU once, and many times
+    ]
+    for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_backward_configs(x, gpu) for x in facts)):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))
         if hopper_backward.why_no_backward(problem, gpu) is None:
             run = functools.partial(_hopper_backward, problem, gpu)

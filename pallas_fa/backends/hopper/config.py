@@ -105,9 +105,9 @@ class BackwardConfig:
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
         through a ring of so many chunks of 64 columns, and the compute warpgroups hold the same 64 stationary positions and
         share the columns of their gradient, for head dims past 256 (evidence: backward/wide-heads).
-      persistent_ctas: CTAs that process key blocks one after the other: the loads of each overlap the block before. Without
-        a mask blocks are dealt out in turn, else a CTA takes the first that none has begun. 0: a CTA for each block. For
-        passes that hold keys, without `chunk_slots`.
+      persistent_ctas: CTAs that process key blocks one after the other: the loads of each overlap the block before. 0: a CTA
+        for each block. For passes that hold keys, without `chunk_slots`.
+      by_tickets: such a CTA takes the first block that none has begun; else blocks are dealt out in turn.
     """
 
     compute_wgs: int = 2
@@ -123,6 +123,7 @@ class BackwardConfig:
     dk_last: bool = False
     chunk_slots: int = 0
     persistent_ctas: int = 0
+    by_tickets: bool = False
 
     def __post_init__(self):
         check_types(self)

@@ -40,7 +40,7 @@ class Order:
         batch, group = self.problem.dims.B, 1
         if self.ordered_sums:
             return Grid(batch, self.heads, self.visits.blocks, batch, by_head=True)
-        if self.problem.mask is not None:
+        if self.problem.mask is not None and not self._in_turn:
             at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
             group = largest_divisor(batch * self.heads, at_most)
         return Grid(batch, self.heads, self.visits.blocks, group, lead=self._lead)
@@ -52,7 +52,7 @@ class Order:
         The first keys may be seen by all queries, as sinks are, where others are seen by few (evidence:
         forward/visit-lists).
         """
-        if not self.visits.listed:
+        if not self.visits.listed or self._in_turn:
             return 0
         return min(self.visits.blocks, max(1, self.gpu.multiprocessors // (self.problem.dims.B * self.heads)))
 
@@ -91,11 +91,12 @@ class Order:
 
     @property
     def by_tickets(self) -> bool:
-        """Whether each is the first that no CTA has begun, since under a mask blocks differ in work.
+        """Whether each is the first that no CTA has begun (see `tickets`); else blocks are dealt out in turn."""
+        return self.persistent and self.config.by_tickets
 
-        Else its number in `grid` is the CTA's plus a multiple of `ctas`.
-        """
-        return self.persistent and self.problem.mask is not None
+    @property
+    def _in_turn(self) -> bool:
+        return self.persistent and not self.by_tickets
 
     @property
     def ctas(self) -> int:

@@ -126,6 +126,15 @@ PERSISTENT = Table(
     Row(True, windowed=True, **_PLAIN),
     Row(False),
 )
+# Each CTA is to take so many: XLA fills the memory of tickets with zeros before, some microseconds.
+_BLOCKS_BY_TICKETS = 16
+BY_TICKETS = Table(
+    "backward/persistent-ctas",
+    Row(False, masked=False),
+    Row(False, length=up_to(64), queries=up_to(128)),
+    Row(False, length=up_to(640), queries=up_to(640), only_lengths=True),
+    Row(True),
+)
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -233,15 +242,20 @@ def backward_configs(facts: BackwardFacts, gpu: Gpu) -> tuple[BackwardConfig, ..
     choice = TILES.find(facts)
     options = {name: table.find(facts) for name, table in choice.options.items()}
     tuned = [dataclasses.replace(config, **options) for config in choice.tuned]
-    persistent = (
-        [_persistent(config, facts, gpu) for config in tuned] if choice.persistent and PERSISTENT.find(facts) else []
-    )
+    persistent = [_persistent(config, facts, gpu) for config in tuned] if _is_persistent(choice, facts, gpu) else []
     return *persistent, *tuned, *choice.others
 
 
+def _is_persistent(choice, facts, gpu):
+    if not (choice.persistent and PERSISTENT.find(facts)):
+        return False
+    (block,) = {config.block for config in choice.tuned}
+    blocks = facts.heads * -(-facts.length // block)
+    return blocks > gpu.multiprocessors * (_BLOCKS_BY_TICKETS if BY_TICKETS.find(facts) else 1)
+
+
 def _persistent(config, facts, gpu):
+    if BY_TICKETS.find(facts):
+        return dataclasses.replace(config, persistent_ctas=gpu.multiprocessors, by_tickets=True, store_warps=1)
     grid = Grid(1, facts.heads, -(-facts.length // config.block), 1)
-    count = persistent_ctas(grid, gpu.multiprocessors)
-    if facts.masked and count:  # a CTA takes whatever block is next
-        count = gpu.multiprocessors
-    return dataclasses.replace(config, persistent_ctas=count, store_warps=1)
+    return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)
