@@ -115,6 +115,7 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/step.py", "if plan.config.dk_last:", "if False:", BACKWARD),
     Mutation("backends/hopper/backward/scale_ds.py", "factor < 1", "factor < 0", FLOAT16),
     Mutation("backends/hopper/backward/work.py", "first + i * ctas", "first + i", BACKWARD),
+    Mutation("backends/hopper/backward/tickets.py", "return number + ctas", "return number + ctas - 1", BACKWARD),
     Mutation("backends/xla/chunks.py", "self.index(i) >= i *", "self.index(i) > i *", "tests/test_table.py"),
     Mutation("softmax/tile.py", " | (lse != -jnp.inf)", " | True", "tests/test_all_at_once.py -k anything"),
     Mutation("softmax/tile.py", "(d_lse == 0)", "jnp.isfinite(d_lse)", "tests/test_whole_rows.py -k anything"),
