@@ -113,28 +113,22 @@ _LONG: dict[str, Any] = dict(group=1, visit_table=False, length=at_least(8193))
 WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, masked=True, **_LONG), Row(32))
 WIDE_STAGGER = Table("backward/stagger", Row(7, masked=False, **_LONG), Row(0))
 
-_PLAIN: dict[str, Any] = dict(group=1, scored=False, score_arrays=False, dropout=False)
-# Of the fused pass at H=64. Their second slots for keys and values may not fit beside arrays: then a CTA for each block.
+_PLAIN: dict[str, Any] = dict(group=1, scored=False, dropout=False)
+# Of the fused pass at H=64: how persistent CTAs get their blocks. Their second slots for keys and values may not fit beside
+# arrays: then a CTA for each block.
 PERSISTENT = Table(
     "backward/persistent-ctas",
-    Row(True, length=up_to(64), queries=up_to(128)),
-    Row(True, length=up_to(640), queries=up_to(640), masked=False),
-    Row(True, length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
-    Row(True, "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
-    Row(True, length=up_to(2048), queries=up_to(2048), only_lengths=True, **_PLAIN),
-    Row(True, length=up_to(2048), queries=up_to(2048), masked=True, visit_table=False, **_PLAIN),
-    Row(True, windowed=True, **_PLAIN),
-    Row(False),
+    Row("in turn", length=up_to(64), queries=up_to(128)),
+    Row("in turn", length=up_to(640), queries=up_to(640), masked=False),
+    Row("in turn", length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
+    Row("in turn", "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
+    Row("by tickets", length=up_to(2048), queries=up_to(2048), only_lengths=True, **_PLAIN),
+    Row("by tickets", length=up_to(2048), queries=up_to(2048), masked=True, visit_table=False, **_PLAIN),
+    Row("by tickets", windowed=True, **_PLAIN),
+    Row(None),
 )
 # Each CTA is to take so many: XLA fills the memory of tickets with zeros before, some microseconds.
 _BLOCKS_BY_TICKETS = 16
-BY_TICKETS = Table(
-    "backward/persistent-ctas",
-    Row(False, masked=False),
-    Row(False, length=up_to(64), queries=up_to(128)),
-    Row(False, length=up_to(640), queries=up_to(640), only_lengths=True),
-    Row(True),
-)
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -242,20 +236,15 @@ def backward_configs(facts: BackwardFacts, gpu: Gpu) -> tuple[BackwardConfig, ..
     choice = TILES.find(facts)
     options = {name: table.find(facts) for name, table in choice.options.items()}
     tuned = [dataclasses.replace(config, **options) for config in choice.tuned]
-    persistent = [_persistent(config, facts, gpu) for config in tuned] if _is_persistent(choice, facts, gpu) else []
+    dealt = PERSISTENT.find(facts) if choice.persistent else None
+    persistent = [_persistent(config, dealt, facts, gpu) for config in tuned] if dealt else []
     return *persistent, *tuned, *choice.others
 
 
-def _is_persistent(choice, facts, gpu):
-    if not (choice.persistent and PERSISTENT.find(facts)):
-        return False
-    (block,) = {config.block for config in choice.tuned}
-    blocks = facts.heads * -(-facts.length // block)
-    return blocks > gpu.multiprocessors * (_BLOCKS_BY_TICKETS if BY_TICKETS.find(facts) else 1)
-
-
-def _persistent(config, facts, gpu):
-    if BY_TICKETS.find(facts):
-        return dataclasses.replace(config, persistent_ctas=gpu.multiprocessors, by_tickets=True, store_warps=1)
+def _persistent(config, dealt, facts, gpu):
     grid = Grid(1, facts.heads, -(-facts.length // config.block), 1)
-    return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)
+    if dealt == "in turn":
+        return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)
+    if grid.ctas <= _BLOCKS_BY_TICKETS * gpu.multiprocessors:
+        return config
+    return dataclasses.replace(config, persistent_ctas=gpu.multiprocessors, by_tickets=True, store_warps=1)
