@@ -4,6 +4,8 @@ waits for no matmul before the next.
 The compilers are those of JAX's CUDA wheels, which run without a GPU where something stands for the driver.
 """
 
+import dataclasses
+
 import pytest
 
 from pallas_fa.backends.hopper import config as hopper
@@ -11,6 +13,7 @@ from pallas_fa.backends.mma import config as mma
 from tests.elsewhere.environment import environment
 from tests.elsewhere.kernels import kernels
 from tests.elsewhere.targets import TARGETS
+from tests.hopper_tiles import BY_TICKETS
 
 pytestmark = pytest.mark.full
 SPILLED = 32  # bytes that a kernel may spill
@@ -60,21 +63,7 @@ EXCEPTIONS = {
     ): {"sm_90a": 96},
     # None of it in the loop over full tiles; faster than a CTA for each block (evidence: backward/persistent-ctas).
     **{
-        (
-            "hopper backward",
-            64,
-            hopper.BackwardConfig(
-                2,
-                128,
-                ds_stages=ds_stages,
-                l2_head_group=32,
-                store_warps=1,
-                statistics_last=True,
-                dk_last=True,
-                persistent_ctas=132,
-                by_tickets=True,
-            ),
-        ): {"sm_90a": 96}
+        ("hopper backward", 64, dataclasses.replace(BY_TICKETS, ds_stages=ds_stages)): {"sm_90a": 96}
         for ds_stages in (1, 2)
     },
     # Taken where arrays leave no room for the first tile of H=96; not timed.

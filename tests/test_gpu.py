@@ -17,6 +17,7 @@ import pallas_fa
 from pallas_fa import masks
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from tests.cases import TABLE, Case
+from tests.hopper_tiles import BY_TICKETS
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("bfloat16", "float16")
@@ -225,22 +226,11 @@ PERSISTENT = tuple(
     )
 )
 # The tables' tiles at H=64, which CTAs take by tickets in larger calls, and blocks dealt out in turn, as the tables have it.
-BY_TICKETS = Config(
-    backward=BackwardConfig(
-        2,
-        128,
-        l2_head_group=32,
-        store_warps=1,
-        statistics_last=True,
-        dk_last=True,
-        persistent_ctas=132,
-        by_tickets=True,
-    )
-)
+WITH_TICKETS = Config(backward=BY_TICKETS)
 AT_64 = (
-    (Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)), BY_TICKETS),
-    (Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)), BY_TICKETS),
-    (Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=32, Hv=32, batch=(3,)), BY_TICKETS),
+    (Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)), WITH_TICKETS),
+    (Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)), WITH_TICKETS),
+    (Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=32, Hv=32, batch=(3,)), WITH_TICKETS),
     (Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)), None),
     (Case(60, 64, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(40,)), None),
 )

@@ -57,7 +57,7 @@ def compute(w: Warpgroup, after: Callable[[], Any]) -> tuple[Any, Any]:
             stand_ins += [w.scratch[f"d_{name}_stand_in"].at[w.wg, i] for i in range(counts[name])]
     done, *results = w.wgmma.across_loops(mainloop, stand_ins, *shapes)
     d_qk = [results.pop(0) for _ in range(counts.get("qk", 0))]
-    following = after()  # what it waits for arrives while gradients are stored
+    following = after()  # asked for before the stores, which may hide some of its latency
     _store(w, d_qk, results)
     return done, following
 

@@ -13,11 +13,9 @@ shared memory, and then waits for nothing but its own stores; to ask before whet
 
 from typing import Any
 
-import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+
+from pallas_fa.backends.gpu.words import number_by, run_on
 
 _STORED = 1 << 30  # what the counter of a stored tile has reached; there are fewer CTAs
 
@@ -27,25 +25,18 @@ def is_stored(counter: Any, interpret: bool) -> Any:
     if interpret:
         return False
 
-    def asm(_, ref):
-        text = """{
-            .reg .pred p;
-            .reg .b32 seen;
-            mov.u32 seen, %laneid;
-            setp.eq.u32 p, seen, 0;
-            @p ld.acquire.gpu.global.u32 seen, [$1];
-            shfl.sync.idx.b32 seen, seen, 0, 31, 0xffffffff;
-            mov.u32 $0, seen;
-            bar.warp.sync 0xffffffff;
-            fence.proxy.async.global;
-        }"""
-        i32 = ir.IntegerType.get_signless(32)
-        seen = llvm.inline_asm(i32, [mgpu.utils.memref_ptr(ref)], text, "=&r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
-
-    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)(asm)
-    return run(counter) >= _STORED
+    text = """{
+        .reg .pred p;
+        .reg .b32 seen;
+        mov.u32 seen, %laneid;
+        setp.eq.u32 p, seen, 0;
+        @p ld.acquire.gpu.global.u32 seen, [$1];
+        shfl.sync.idx.b32 seen, seen, 0, 31, 0xffffffff;
+        mov.u32 $0, seen;
+        bar.warp.sync 0xffffffff;
+        fence.proxy.async.global;
+    }"""
+    return number_by(text, counter) >= _STORED
 
 
 def claim(counter: Any, interpret: bool) -> Any:
@@ -58,34 +49,27 @@ def claim(counter: Any, interpret: bool) -> Any:
         counter[0] = 1
         return True
 
-    def asm(_, ref):
-        text = f"""{{
-            .reg .pred p;
-            .reg .b32 seen;
-            mov.u32 seen, %laneid;
-            setp.eq.u32 p, seen, 0;
-            @p atom.acquire.gpu.global.add.u32 seen, [$1], 1;
-            shfl.sync.idx.b32 seen, seen, 0, 31, 0xffffffff;
-            mov.u32 $0, seen;
-            setp.eq.u32 p, seen, 0;
-            @p bra claimed;
-            wait:
-            setp.ge.u32 p, seen, {_STORED};
-            @p bra stored;
-            ld.acquire.gpu.global.u32 seen, [$1];
-            bra wait;
-            stored:
-            bar.warp.sync 0xffffffff;
-            fence.proxy.async.global;
-            claimed:
-        }}"""
-        i32 = ir.IntegerType.get_signless(32)
-        before = llvm.inline_asm(i32, [mgpu.utils.memref_ptr(ref)], text, "=&r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(before, (), is_signed=True)
-
-    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=scalar)(asm)
-    return run(counter) == 0
+    text = f"""{{
+        .reg .pred p;
+        .reg .b32 seen;
+        mov.u32 seen, %laneid;
+        setp.eq.u32 p, seen, 0;
+        @p atom.acquire.gpu.global.add.u32 seen, [$1], 1;
+        shfl.sync.idx.b32 seen, seen, 0, 31, 0xffffffff;
+        mov.u32 $0, seen;
+        setp.eq.u32 p, seen, 0;
+        @p bra claimed;
+        wait:
+        setp.ge.u32 p, seen, {_STORED};
+        @p bra stored;
+        ld.acquire.gpu.global.u32 seen, [$1];
+        bra wait;
+        stored:
+        bar.warp.sync 0xffffffff;
+        fence.proxy.async.global;
+        claimed:
+    }}"""
+    return number_by(text, counter) == 0
 
 
 def publish(counter: Any, interpret: bool) -> None:
@@ -94,18 +78,13 @@ def publish(counter: Any, interpret: bool) -> None:
     if interpret:
         return
 
-    def asm(_, ref):
-        text = f"""{{
-            .reg .pred p;
-            .reg .b32 lane;
-            fence.proxy.async.global;
-            bar.warp.sync 0xffffffff;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 p, lane, 0;
-            @p red.release.gpu.global.add.u32 [$0], {_STORED};
-        }}"""
-        pointer = mgpu.utils.memref_ptr(ref)
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [pointer], text, "l", has_side_effects=True)
-
-    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(asm)
-    run(counter)
+    text = f"""{{
+        .reg .pred p;
+        .reg .b32 lane;
+        fence.proxy.async.global;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 p, lane, 0;
+        @p red.release.gpu.global.add.u32 [$0], {_STORED};
+    }}"""
+    run_on(text, counter)

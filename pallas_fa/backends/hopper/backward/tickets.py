@@ -7,18 +7,13 @@ memory; whoever waits for the block's first operand may read it then.
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_fa.backends.gpu.grid import AXIS
+from pallas_fa.backends.gpu.words import number_by, run_on
 
-_SCALAR: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-_SECTOR = 8  # numbers, that CTAs write to different ones
+_SECTOR = 8  # numbers of one; each CTA writes to its own
 
 
 def shape(ctas: int) -> tuple[int, int]:
@@ -34,21 +29,15 @@ def take(memory: Any, number: Any, ctas: int, interpret: bool) -> Any:
     if interpret:
         return number + ctas
 
-    def asm(_, ref):
-        text = """{
-            .reg .pred p;
-            .reg .b32 taken;
-            mov.u32 taken, %laneid;
-            setp.eq.u32 p, taken, 0;
-            @p atom.relaxed.gpu.global.add.u32 taken, [$1], 1;
-            shfl.sync.idx.b32 $0, taken, 0, 31, 0xffffffff;
-        }"""
-        i32 = ir.IntegerType.get_signless(32)
-        taken = llvm.inline_asm(i32, [mgpu.utils.memref_ptr(ref)], text, "=&r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(taken, (), is_signed=True)
-
-    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)(asm)
-    return run(memory.at[0, pl.ds(0, 1)]) + ctas
+    text = """{
+        .reg .pred p;
+        .reg .b32 taken;
+        mov.u32 taken, %laneid;
+        setp.eq.u32 p, taken, 0;
+        @p atom.relaxed.gpu.global.add.u32 taken, [$1], 1;
+        shfl.sync.idx.b32 $0, taken, 0, 31, 0xffffffff;
+    }"""
+    return number_by(text, memory.at[0, pl.ds(0, 1)]) + ctas
 
 
 def pass_on(memory: Any, slot: Any, number: Any, interpret: bool) -> None:
@@ -56,14 +45,8 @@ def pass_on(memory: Any, slot: Any, number: Any, interpret: bool) -> None:
     place = _place(memory, slot)
     if interpret:
         place[0] = number
-        return
-
-    def asm(_, ref, number):
-        operands = [mgpu.utils.memref_ptr(ref), number.registers[()]]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, "st.global.b32 [$0], $1;", "l,r", has_side_effects=True)
-
-    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(asm)
-    run(place, number)
+    else:
+        run_on("st.global.b32 [$0], $1;", place, number)
 
 
 def passed_on(memory: Any, slot: Any, interpret: bool) -> Any:
@@ -71,15 +54,7 @@ def passed_on(memory: Any, slot: Any, interpret: bool) -> Any:
     place = _place(memory, slot)
     if interpret:
         return place[0]
-
-    def asm(_, ref):
-        text = "{ .reg .b32 x; ld.global.b32 x, [$1]; redux.sync.or.b32 $0, x, 0xffffffff; }"
-        i32 = ir.IntegerType.get_signless(32)
-        number = llvm.inline_asm(i32, [mgpu.utils.memref_ptr(ref)], text, "=r,l", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
-
-    run: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)(asm)
-    return run(place)
+    return number_by("{ .reg .b32 x; ld.global.b32 x, [$1]; redux.sync.or.b32 $0, x, 0xffffffff; }", place)
 
 
 def _place(memory, slot):
