@@ -108,10 +108,19 @@ def test_keys_are_split_until_the_gpu_is_full():
     assert splits(1, 64) == 1
 
 
-def test_more_queries_do_not_split_keys():
-    config = Config(ForwardConfig(1, 64, kv_splits=2))
-    with pytest.raises(NotImplementedError, match="T=17 is more than 16 queries"):
-        dot_product_attention(*inputs(17), implementation="mosaic_gpu", config=config)
+@pytest.mark.parametrize(
+    ("T", "options", "reason"),
+    [
+        (17, {}, "T=17 queries; .* with more at least 1"),
+        (16, {"split_heads": 1}, "T=16 queries; with few queries .* must be 0"),
+        (17, {"split_heads": 9}, "split_heads=9 of 2 x 4 heads"),
+        (17, {"split_heads": 5}, "up to 4, or a multiple of 4"),
+    ],
+)
+def test_tiles_that_split_keys_where_they_cannot_say_why(T, options, reason):
+    config = Config(ForwardConfig(1, 64, kv_splits=2, **options))
+    with pytest.raises(NotImplementedError, match=reason):
+        dot_product_attention(*inputs(T), implementation="mosaic_gpu", config=config)
 
 
 @pytest.mark.gpu

@@ -260,6 +260,26 @@ def test_maxima_that_grow(growth, is_causal, dtype, H, dropout_rate):
     np.testing.assert_allclose(lse, true_lse, rtol=2e-6, atol=1e-5)
 
 
+SPLIT_HEADS = (
+    (Case(333, 517, "full", "plain", "bfloat16", N=6, K=3, H=128, Hv=128), (4, 3, {})),
+    (
+        Case(1000, 1000, "causal", "soft_cap", "float16", N=6, K=3, H=64, Hv=64, sinks="heads"),
+        (6, 4, {"compute_wgs": 3}),
+    ),
+    (Case(517, 900, "lengths", "bias", "bfloat16", N=4, K=2, H=128, Hv=72, dropout=0.3), (2, 2, {"q_block_pairs": 1})),
+    (Case(700, 900, "full", "plain", "bfloat16", N=4, K=2, H=128, Hv=128), (2, 3, {"persistent_ctas": 5})),
+    (Case(300, 2000, "packed", "plain", "bfloat16", N=4, K=4, H=256, Hv=256), (3, 5, {"block_kv": 64})),
+    (Case(300, 2000, "bottom_right", "plain", "float16", N=2, K=1, H=512, Hv=512), (2, 4, {"block_kv": 64})),
+)
+
+
+@pytest.mark.parametrize(("case", "tiles"), SPLIT_HEADS, ids=[str(case) for case, _ in SPLIT_HEADS])
+def test_heads_with_keys_in_parts_are_accurate(case, tiles, check):
+    heads, parts, options = tiles
+    config = Config(ForwardConfig(split_heads=heads, kv_splits=parts, **options))
+    check(case, "mosaic_gpu", gradients=True, config=config)
+
+
 FEW_KEYS = tuple(
     Case(T, S, "full", "plain", dtype, N=6, K=2, H=H, Hv=H, **options)
     for T, H in ((1100, 64), (2100, 128))

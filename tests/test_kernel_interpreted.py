@@ -33,6 +33,12 @@ GROUPED_ROWS, GROUPED_ROWS_OF_A_STEP = (
     Config(forward=ForwardConfig(2, block_kv, pin_softmax=False, persistent_ctas=3, grouped_rows=True))
     for block_kv in (64, 96)
 )
+
+
+def _split_heads(heads, parts, **options):
+    return Config(forward=ForwardConfig(block_kv=64, kv_splits=parts, split_heads=heads, **options))
+
+
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
 
 CASES = {
@@ -122,6 +128,27 @@ CASES = {
     "dropout, everything": (
         dataclasses.replace(BASE, mask="segments", score="everything", sinks="heads", dropout=0.3),
         PAIRS_PING_PONG,
+    ),
+    "split heads, the last": (dataclasses.replace(BASE, T=128, S=256, N=3), _split_heads(2, 2)),
+    "split heads, persistent, pairs, odd lengths": (
+        dataclasses.replace(BASE, T=300, N=3, batch=(2,)),
+        _split_heads(1, 3, compute_wgs=1, q_block_pairs=1, persistent_ctas=3),
+    ),
+    "split heads, a whole batch entry, empty rows, sinks": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths", sinks="batch"),
+        _split_heads(2, 2, ping_pong=True),
+    ),
+    "split heads, all, causal, more parts than keys of some, every kind of score": (
+        dataclasses.replace(BASE, T=203, N=4, K=2, mask="causal", score="everything", sinks="heads"),
+        _split_heads(4, 4, compute_wgs=3),
+    ),
+    "split heads, all, segments, dropout, bias": (
+        dataclasses.replace(BASE, T=300, mask="segments", score="bias_shared", dropout=0.3),
+        _split_heads(2, 3, ping_pong=True, rescale_under_qk=True, q_block_pairs=1),
+    ),
+    "split heads, columns of values in parts": (
+        dataclasses.replace(BASE, T=203, S=300, N=2, K=2, H=320, Hv=512, mask="causal"),
+        _split_heads(1, 2, compute_wgs=2),
     ),
     "80 keys a block": (dataclasses.replace(BASE, T=128, S=256), EIGHTY),
     "80 keys a block, odd lengths, bias of rows": (

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_fa.backends.gpu import device as gpu_device
@@ -79,8 +80,9 @@ def test_evidence_has_a_record():
     assert cited <= records
 
 
-def problem(T, H, N=4, K=4, **keywords):
-    shapes = [ordered(keywords.get("layout", "BTNH"), (2, T, heads, H)) for heads in (N, K)]
+def problem(T, H, N=4, K=4, S=None, B=2, **keywords):
+    layout, sizes = keywords.get("layout", "BTNH"), ((T, N), (S or T, K))
+    shapes = [ordered(layout, (B, length, heads, H)) for length, heads in sizes]
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     found = []
     jax.eval_shape(lambda q, k: found.append(normalise(q, k, k, **keywords)[0]), q, k)
@@ -123,6 +125,27 @@ def test_short_windows_have_tiles_of_their_own(heads, key_heads, H, window, keyw
     case = problem(1024, H, heads, key_heads, is_causal=True, local_window_size=(window, 0), **keywords)
     config = choose_forward.choose(case, H200).config
     assert (config.compute_wgs, config.block_kv, config.grouped_rows) == tiles
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "keywords", "split"),
+    [
+        (4608, 64, {}, (3, 2)),  # 192 blocks in 132 CTAs: 120 whole ones and 144 halves are 264
+        (4608, 64, {"is_causal": True}, (0, 1)),
+        (512, 128, {}, (0, 1)),  # the merge would take longer
+        (4096, 512, {}, (0, 1)),
+    ],
+)
+def test_keys_of_heads_are_in_parts_where_query_blocks_do_not_fill_the_gpu(T, H, keywords, split):
+    config = choose_forward.choose(problem(T, H, **keywords), H200).config
+    assert (config.split_heads, config.kv_splits) == split
+
+
+@pytest.mark.parametrize("keywords", [{}, {"key_value_seq_lengths": np.array([8192], np.int32)}])
+def test_keys_of_all_heads_are_in_parts_where_queries_are_few(keywords):
+    """A chunk of a prompt: 8 heads of 4 query blocks."""
+    config = choose_forward.choose(problem(512, 128, 8, 1, S=8192, B=1, **keywords), H200).config
+    assert (config.split_heads, config.kv_splits) == (8, 4)
 
 
 @pytest.mark.parametrize(("multiprocessors", "pairs"), [(16, 2), (32, 1), (64, 0)])

@@ -68,14 +68,16 @@ class Grid:
         return Place(b, head, cta, group)
 
 
-def persistent_ctas(grid: Grid, multiprocessors: int) -> int:
+def persistent_ctas(grid: Grid, multiprocessors: int, alike: bool = False) -> int:
     """Returns how many CTAs share the places of `grid` where each takes one after the other; 0 where all run at once.
 
-    One for each multiprocessor, or a few less: CTA i takes the places i, i + count, ..., and gets those of all parts of a
-    head in turn, which may differ in work, if the count has no divisor in common with their number.
+    One for each multiprocessor. Unless places are `alike`, a few less: CTA i takes the places i, i + count, ..., and gets
+    those of all parts of a head in turn, which may differ in work, if the count has no divisor in common with their number.
     """
     if grid.ctas <= multiprocessors:
         return 0
+    if alike:
+        return multiprocessors
     return next(n for n in range(multiprocessors, 0, -1) if math.gcd(n, grid.ctas_per_head) == 1)
 
 

@@ -62,14 +62,18 @@ def visits_of_queries(mask: Any, queries: Range, size: int, block: int, start: A
     return visits(visited, full, size - start, block)
 
 
-def part_of(found: Visits, part: Any, parts: int, blocks: int) -> Visits:
-    """Returns those visits that fall to part `part` of `parts`, in a kernel: equally many to each.
+def part_of(found: Visits, part: Range, parts: int, blocks: int) -> Visits:
+    """Returns those visits that fall to the parts [first, end) = `part` of `parts`, in a kernel: equally many to each part.
 
     Where there are fewer visits than parts, some parts visit a block past the end, number `blocks`, in which nothing lies.
     """
     count = jnp.asarray(found.last - found.first, jnp.int32)
-    first, last = (found.first + lax.div(count * i, jnp.int32(parts)) for i in (part, part + 1))
-    full_first, full_last = (jnp.clip(x, first, last) for x in (found.full_first, found.full_last))
+    first, last = (found.first + lax.div(count * i, jnp.int32(parts)) for i in part)
+    # Bounds that are known while tracing to be equal stay so.
+    full_first = first if is_equal(found.full_first, found.first) else jnp.clip(found.full_first, first, last)
+    full_last = last if is_equal(found.full_last, found.last) else jnp.clip(found.full_last, first, last)
+    if isinstance(found.last, int) and isinstance(found.first, int) and found.last - found.first >= parts:
+        return Visits(first, full_first, full_last, last)
     nothing = first == last
     ends = (first, blocks), (full_first, blocks), (full_last, blocks), (last, blocks + 1)
     return Visits(*(jnp.where(nothing, there, x) for x, there in ends))
@@ -85,7 +89,7 @@ def is_windowed(mask: Any, T: int) -> bool:
 
 def is_equal(a: Any, b: Any) -> bool:
     """Returns whether a == b is known while tracing."""
-    return isinstance(a, int) and isinstance(b, int) and a == b
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 
 def visits_of_blocks(

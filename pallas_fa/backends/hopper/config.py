@@ -24,7 +24,9 @@ class ForwardConfig:
         (evidence: forward/ping-pong).
       q_in_registers: queries are an operand in registers, not in shared memory.
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
-        with few queries, which would not fill the GPU.
+        that would not fill the GPU: of up to 16 queries, or of more with `split_heads`.
+      split_heads: the last heads, of all batch entries counted together, whose keys are in parts: of the last entry alone,
+        or of whole entries (evidence: forward/split-heads). 0: with more than 16 queries none, else all.
       persistent_ctas: CTAs that process what else a CTA each would, one after the other: the loads of each block overlap the
         epilogue of the block before, of another head too. 0: none.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
@@ -42,6 +44,7 @@ class ForwardConfig:
     ping_pong: bool = False
     q_in_registers: bool = False
     kv_splits: int = 1
+    split_heads: int = 0
     persistent_ctas: int = 0
     rescale_under_qk: bool = False
     grouped_rows: bool = False
@@ -62,6 +65,10 @@ class ForwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.kv_splits < 1:
             raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
+        if self.split_heads < 0:
+            raise ValueError(f"split_heads={self.split_heads} must be at least 0, for no heads.")
+        if self.split_heads and self.kv_splits == 1:
+            raise ValueError(f"split_heads={self.split_heads} needs keys in parts, and kv_splits is 1.")
         if self.persistent_ctas < 0:
             raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
 

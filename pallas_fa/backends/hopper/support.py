@@ -56,11 +56,15 @@ def _only_named(problem):
 
 def _remark(problem, kernels, gpu):
     from pallas_fa.backends.gpu import few_queries
-    from pallas_fa.backends.hopper.decode.choose import choose
+    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.hopper.forward import choose as forward
+    from pallas_fa.backends.hopper.forward import split_heads
 
     remarks = [head_dims.remark(problem), products.remark(problem)]
     if few_queries.applies(kernels):
-        remarks.append(few_queries.remark(kernels, choose(kernels, gpu).config.kv_splits))
+        remarks.append(few_queries.remark(kernels, decode.choose(kernels, gpu).config.kv_splits))
+    else:
+        remarks.append(split_heads.remark(forward.choose(kernels, gpu)))
     return "; ".join(filter(None, remarks)) or None
 
 
@@ -95,9 +99,9 @@ def _pages_reason(problem, gpu):
 def _config_reason(problem):
     if problem.config is None:
         return None
-    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
+    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES, applies
     from pallas_fa.backends.hopper.config import Config
-    from pallas_fa.backends.hopper.forward import windows
+    from pallas_fa.backends.hopper.forward import split_heads, windows
 
     if isinstance(problem.config, Config):
         forward = problem.config.forward
@@ -107,11 +111,11 @@ def _config_reason(problem):
             return None
         if problem.mask is not None and problem.mask.has_blocks:
             return f"config={problem.config!r} with a block mask, whose visits are not split"
-        if problem.dims.T > MOST_QUERIES:
-            return (
-                f"config={problem.config!r} splits the keys, and T={problem.dims.T} is more than {MOST_QUERIES} queries"
-            )
-        return None
+        is_few = applies(problem)
+        if bool(forward.split_heads) == is_few:
+            few = f"with few queries (at most {MOST_QUERIES}, without dropout) split_heads must be 0, with more at least 1"
+            return f"config={problem.config!r} splits the keys for T={problem.dims.T} queries; {few}"
+        return None if is_few else split_heads.why_not(problem, forward)
     return f"config={problem.config!r}; it takes a pallas_fa.mosaic_gpu.config.Config or None"
 
 

@@ -140,7 +140,7 @@ def _head(w, n, done, accs):
 
     def over(start, end, body, sums):
         """Calls body(tile, steps before it, sums) over tiles [start, end)."""
-        if start is end or schedule.is_equal(start, end):
+        if schedule.is_equal(start, end):
             return sums
         before = done + (start - first)
         # A loop from 0 takes fewer registers.

@@ -11,6 +11,7 @@ from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
+from pallas_fa.backends.hopper.forward.split_heads import with_split_heads
 from pallas_fa.backends.hopper.forward.table import ForwardFacts, forward_configs
 from pallas_fa.masks.base import parts_of
 from pallas_fa.operands import intervals
@@ -21,7 +22,8 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
-    return first_that_fits([_plan(problem, config, interpret) for config in configs], on_gpu, gpu)
+    plan = first_that_fits([_plan(problem, config, interpret) for config in configs], on_gpu, gpu)
+    return plan if named else with_split_heads(plan, gpu)
 
 
 def _plan(problem, config, interpret):

@@ -4,12 +4,14 @@ import functools
 import operator
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.online_softmax import finish
 from pallas_fa.backends.gpu.warps import any_above
+from pallas_fa.backends.hopper.forward import partial_results
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.work import QueryBlock, result_entry
 from pallas_fa.backends.hopper.tiles import pieces
@@ -32,11 +34,24 @@ def store(
     `acc`: the sums of p v, one array for each chunk of the head dim; m, l, unit, sink: as of `finish`.
     """
     factor, lse = finish(plan, m, l, unit, sink)
+    acc = times_rows(acc, factor)
+    store_partial = lambda: partial_results.store(plan, block, wg, gmem, acc, lse)
+    store_whole = lambda: _store_whole(plan, block, wg, gmem, scratch, acc, lse)
+    if not plan.config.split_heads:
+        store_whole()
+    elif not plan.whole_heads:
+        store_partial()
+    else:
+        pl.when(block.in_parts)(store_partial)
+        pl.when(jnp.logical_not(block.in_parts))(store_whole)
+
+
+def _store_whole(plan, block, wg, gmem, scratch, acc, lse):
     if plan.several_blocks:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
     out_smem = plan.tiles.out.matrix(smem)
-    for i, x in enumerate(pieces(times_rows(acc, factor), plan.tiles.out.chunk)):
+    for i, x in enumerate(pieces(acc, plan.tiles.out.chunk)):
         out_smem[wg, i] = x.astype(plan.tiles.out.dtype)
     scratch["lse_smem"][wg] = lse
     plgpu.commit_smem()

@@ -20,6 +20,7 @@ from pallas_fa.backends.gpu.grouped_rows import of_window, per_query
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.forward import partial_results
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import Load, drain
@@ -49,7 +50,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
 def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     """Returns (out, [B, T, N, Hv] in the plan's query layout, lse [B, N, rows]), rows of whole warpgroups.
 
-    If the keys are split they are partial results, with [B * kv_splits, ...]; out is float32 then. `visits`: the visit
+    With few queries in parts they are partial results, with [B * kv_splits, ...]; out is float32 then. `visits`: the visit
     table, if the plan has one.
     """
     problem, dims, config = plan.problem, plan.problem.dims, plan.config
@@ -63,30 +64,31 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
 
-    entries = dims.B * config.kv_splits
+    entries = dims.B * config.kv_splits if plan.all_in_parts else dims.B
     out_shape = ordered(plan.query_layout, (entries, dims.T // plan.group, dims.N * plan.group, problem.Hv))
     lse_shape = entries, dims.N, pl.cdiv(dims.T, 64) * 64
-    return launch(
+    whole = jax.ShapeDtypeStruct(out_shape, plan.tiles.out.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
+    in_parts = partial_results.types(plan) if config.split_heads else ()
+    results = launch(
         flash_attention_forward,
         q,
         k,
         v,
         *arrays,
-        out_type=(
-            jax.ShapeDtypeStruct(out_shape, plan.tiles.out.dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-        ),
+        out_type=(*(whole if plan.whole_heads else ()), *in_parts),
         ctas=plan.ctas,
         warpgroups=config.compute_wgs + 1,
         scratch=scratch_of(plan),
     )
+    return partial_results.merged(plan, results) if in_parts else results
 
 
 class _Refs(NamedTuple):
     """Device memory.
 
     `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
-    `page_table`: None where keys and values are not in pages.
+    `page_table`: None where keys and values are not in pages; `out`, `lse`: None where all heads have keys in parts;
+    `partial_out`, `partial_lse`: those of `partial_results`, or None.
     """
 
     q: Any
@@ -99,16 +101,19 @@ class _Refs(NamedTuple):
     page_table: Any
     out: Any
     lse: Any
+    partial_out: Any
+    partial_lse: Any
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
-    *arrays, out, lse = refs
+    *refs, partial_out, partial_lse = refs if plan.config.split_heads else (*refs, None, None)
+    *arrays, out, lse = refs if plan.whole_heads else (*refs, None, None)
     page_table = None if plan.problem.pages is None else arrays.pop()
     dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
     scratch = by_name(plan, scratch)
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, out, lse)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, out, lse, partial_out, partial_lse)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.config.registers
 

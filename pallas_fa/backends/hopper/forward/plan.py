@@ -75,9 +75,9 @@ class ForwardPlan(ForwardCore):
             q, out = (dataclasses.replace(x, group=self.group, in_chunks=True) for x in (q, out))
         q, k = in_same_chunks(q, k)  # the factors of q k^T meet chunk by chunk,
         v = v.summed_over(self.config.block_kv)
-        if self.config.kv_splits > 1:  # partial results are float32
+        if self.all_in_parts:  # partial results are float32
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
-        if self.config.kv_splits > 1 or self.group > 1:
+        if self.all_in_parts or self.group > 1:
             v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
@@ -110,17 +110,44 @@ class ForwardPlan(ForwardCore):
         front_padding = -rows % c.block_q if is_masked and self.skips_steps else 0
         return QueryBlocks(T, c.block_q, c.q_block_pairs if T > c.block_q else 0, front_padding, last_first=is_masked)
 
+    @property
+    def all_in_parts(self) -> bool:
+        """Whether the results are partial ones of all heads, as with few queries."""
+        return self.config.kv_splits > 1 and not self.config.split_heads
+
+    @property
+    def whole_heads(self) -> int:
+        """Heads, of all batch entries counted together, before those whose keys are in parts (`split_heads`)."""
+        return self.problem.dims.B * self.problem.dims.N - self.config.split_heads
+
     @functools.cached_property
     def grid(self) -> Grid:
-        """The CTAs of the kernel."""
-        dims, in_groups = self.problem.dims, self.problem.mask is not None and not self.config.persistent_ctas
-        group = largest_divisor(dims.B * dims.N, self.config.l2_head_group) if in_groups else 1
-        return Grid(dims.B, dims.N, self.blocks.ctas * self.config.kv_splits * self.column_parts, group)
+        """The CTAs of the kernel, or of `whole_heads`, which come first."""
+        dims, ctas = self.problem.dims, self.blocks.ctas * self.column_parts
+        if self.config.split_heads:
+            return Grid(1, self.whole_heads, ctas, self._concurrent(self.whole_heads))
+        return Grid(dims.B, dims.N, ctas * self.config.kv_splits, self._concurrent(dims.B * dims.N))
+
+    @functools.cached_property
+    def grid_of_parts(self) -> Grid:
+        """The CTAs of the heads whose keys are in parts."""
+        heads, ctas = self.config.split_heads, self.blocks.ctas * self.column_parts * self.config.kv_splits
+        return Grid(1, heads, ctas, self._concurrent(heads))
+
+    def _concurrent(self, heads):
+        is_alike = self.blocks.pairs > 0 or not self.config.persistent_ctas
+        is_grouped = self.problem.mask is not None and is_alike
+        return largest_divisor(heads, self.config.l2_head_group) if is_grouped and heads else 1
+
+    @property
+    def places(self) -> int:
+        """CTAs of the kernel, if each took one place."""
+        return self.grid.ctas + (self.grid_of_parts.ctas if self.config.split_heads else 0)
 
     @property
     def ctas(self) -> int:
         """CTAs of the kernel."""
-        return min(self.grid.ctas, self.config.persistent_ctas or self.grid.ctas)
+        return min(self.places, self.config.persistent_ctas or self.places)
 
     @property
     def several_blocks(self) -> bool:
@@ -138,7 +165,8 @@ class ForwardPlan(ForwardCore):
         if self.group > 1:  # key blocks end anywhere
             dims, mask = self.problem.dims, self.problem.mask
             return mask is None or mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
-        return super().has_padding_keys or self.config.kv_splits > 1
+        has_fewest = self.problem.mask is None and self.config.kv_splits <= self.kv_blocks
+        return super().has_padding_keys or (self.config.kv_splits > 1 and not has_fewest)
 
     @functools.cached_property
     def single_step(self) -> bool:
@@ -149,6 +177,17 @@ class ForwardPlan(ForwardCore):
     def rescales_under_qk(self) -> bool:
         """Whether the sums of P V are rescaled under the next Q K^T."""
         return self.config.rescale_under_qk and self.subtract_max
+
+    @property
+    def hides_count_of_steps(self) -> bool:
+        """Whether compilers may not know how many steps a query block has, where it is known while tracing.
+
+        Else ptxas counts them in vector registers, with the addresses of tiles, and spills (evidence:
+        forward/persistent-ctas).
+        """
+        c, problem = self.config, self.problem
+        is_single = c.persistent_ctas > 0 and not self.blocks.pairs and self.kv_blocks > 4
+        return is_single and c.compute_wgs == 2 and 64 < problem.H <= 128 and 64 < problem.Hv <= 128
 
     @property
     def lag(self) -> float:

@@ -10,6 +10,8 @@ from pallas_fa.backends.hopper.config import ForwardConfig
 
 # A CTA takes this long to start, in query blocks (evidence: forward/q-blocks-per-cta).
 _CTA_START = 0.25
+# `l2_head_group` of pairs in persistent CTAs (evidence: forward/persistent-ctas).
+_HEADS_OF_PAIRS = 4
 
 
 class ForwardFacts(NamedTuple):
@@ -157,6 +159,8 @@ PERSISTENT = Table(
     Row(True, **_H64, split=True, length=up_to(64), keys=up_to(64)),
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(True, **_H128, split=False, uniform=True, visit_table=False, length=up_to(8192)),
+    Row(False, **_H64),
+    Row(True, **_H128, split=False, visit_table=False, windowed=False, length=up_to(8192)),
     Row(False),
 )
 
@@ -175,8 +179,9 @@ PAIRS = Table(
     Row((0,), "forward/arrays-of-masks", **_LONG_ARRAYS),
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
-    Row((2, 1, 0), **_H192, uniform=False, length=up_to(2048)),
-    Row((4, 2, 1, 0), **_H128, uniform=False, windowed=False, length=up_to(8192)),
+    Row((2, 1, 0), **_H128, uniform=False, windowed=True, length=up_to(2048)),
+    Row((2, 1, 0), "forward/persistent-ctas", **_H128, uniform=False, length=Span(769, 1024)),
+    Row((1, 0), "forward/persistent-ctas", **_H128, uniform=False, windowed=False, length=up_to(8192)),
     Row((0,)),
 )
 
@@ -198,7 +203,11 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     if not PERSISTENT.find(facts):
         return best, *others
     grid = Grid(1, facts.heads, -(-blocks // max(1, 2 * best.q_block_pairs)), 1)
-    return dataclasses.replace(best, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors)), best, *others
+    is_whole = -facts.length % best.block_q < 64  # whether no warpgroup of the last query block is past the end
+    alike = is_whole and (best.q_block_pairs > 0 or (facts.uniform and not facts.visit_table))
+    count = persistent_ctas(grid, gpu.multiprocessors, alike=alike)
+    heads = _HEADS_OF_PAIRS if count and best.q_block_pairs else best.l2_head_group
+    return dataclasses.replace(best, persistent_ctas=count, l2_head_group=heads), best, *others
 
 
 def _for_window(tiles, facts, gpu):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import schedule
-from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
+from pallas_fa.backends.gpu.grid import AXIS, Place, quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -17,13 +17,15 @@ class QueryBlock(NamedTuple):
     """A query block of one head: batch entry, query head, its number, its first query (negative in front padding).
 
     `s0`: the key that its key blocks are counted from.
-    `part`: which part of its keys; `column_part`: which part of the output's columns.
+    `column_part`: which part of the output's columns.
+    `parts`: the first of the parts of its keys, and the end; `in_parts`: whether its result is that of a part.
     `done`, `arrays_done`: how many steps, and steps that used streamed arrays, this CTA did for blocks before.
     """
 
     b: Any
     n: Any
-    part: Any
+    parts: tuple[Any, Any]
+    in_parts: Any
     column_part: Any
     number: Any
     t0: Any
@@ -35,22 +37,45 @@ class QueryBlock(NamedTuple):
 def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of this CTA, and returns the sums."""
     if not plan.config.persistent_ctas:
-        return _of_place(plan, plan.grid.place(), role, (0, 0))
+        return _of_place(plan, lax.axis_index(AXIS), role, (0, 0))
     first, ctas = lax.axis_index(AXIS), plan.ctas
-    count = lax.div(plan.grid.ctas - 1 - first, jnp.int32(ctas)) + 1
-    one = lambda i, done: _of_place(plan, plan.grid.place(first + i * ctas), role, done)
+    count = lax.div(plan.places - 1 - first, jnp.int32(ctas)) + 1
+    one = lambda i, done: _of_place(plan, first + i * ctas, role, done)
     return lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
 
 
-def _of_place(plan, at, role, done):
+def _of_place(plan, number, role, done):
+    at, parts, in_parts = _place_of_parts(plan, number) if plan.config.split_heads else _place(plan, number)
     cta, column_part = _split(at.cta, plan.column_parts)
-    cta, part = _split(cta, plan.config.kv_splits)
 
     def one(number, *done):
         t0 = plan.blocks.start(number)
-        return role(QueryBlock(at.b, at.head, part, column_part, number, t0, _first_key(plan, t0), *done))
+        return role(QueryBlock(at.b, at.head, parts, in_parts, column_part, number, t0, _first_key(plan, t0), *done))
 
     return plan.blocks.for_each(cta, one, done)
+
+
+def _place(plan, number):
+    """Returns (the place, the parts of the keys, whether the result is one of these)."""
+    at = plan.grid.place(number)
+    cta, part = _split(at.cta, plan.config.kv_splits)
+    return at._replace(cta=cta), (part, part + 1), plan.all_in_parts
+
+
+def _place_of_parts(plan, number):
+    """As `_place`, where the last heads have their keys in parts."""
+    parts, first = plan.config.kv_splits, plan.grid.ctas
+    of_parts = plan.grid_of_parts.place(jnp.maximum(number - first, 0) if first else number)
+    cta, part = quotient_and_remainder(of_parts.cta, parts)
+    of_parts, last = of_parts._replace(cta=cta, head=of_parts.head + plan.whole_heads), part + 1
+    in_parts: Any = True
+    if first:
+        in_parts = number >= first
+        whole = plan.grid.place(jnp.minimum(number, first - 1))
+        of_parts = Place(*(jnp.where(in_parts, x, y) for x, y in zip(of_parts, whole, strict=True)))
+        part, last = jnp.where(in_parts, part, 0), jnp.where(in_parts, last, parts)
+    b, n = quotient_and_remainder(of_parts.head, plan.problem.dims.N)
+    return of_parts._replace(b=b, head=n), (part, last), in_parts
 
 
 def _first_key(plan, t0):
@@ -67,8 +92,7 @@ def _split(x, count):
 
 def result_entry(plan: ForwardPlan, block: QueryBlock) -> Any:
     """Returns where the results of a block lie along the first dim of out and lse."""
-    splits = plan.config.kv_splits
-    return block.b * splits + block.part if splits > 1 else block.b
+    return block.b * plan.config.kv_splits + block.parts[0] if plan.all_in_parts else block.b
 
 
 def steps_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> Steps:
@@ -84,7 +108,11 @@ def steps_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> Steps:
     else:
         visits = _visits(plan, block.t0, plan.config.block_q, block.s0)
     if plan.config.kv_splits > 1:
-        visits = schedule.part_of(visits, block.part, plan.config.kv_splits, plan.kv_blocks)
+        visits = schedule.part_of(visits, block.parts, plan.config.kv_splits, plan.kv_blocks)
+    if plan.hides_count_of_steps and isinstance(visits.last, int):
+        last = jnp.where(block.t0 >= 0, visits.last, 0)
+        full_last = last if schedule.is_equal(visits.full_last, visits.last) else visits.full_last
+        visits = visits._replace(full_last=full_last, last=last)
     return Steps.of(visits)
 
 
@@ -94,6 +122,8 @@ def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: A
         return steps
     t0 = block.t0 + wg * 64
     part = steps.of_part(_visits(plan, t0, 64))
+    if plan.config.split_heads and not part.starts_full:  # the part of the keys may end before the boundary blocks do
+        part = part._replace(boundary_end=jnp.minimum(part.boundary_end, part.end))
     is_there = t0 >= 0 if plan.blocks.front_padding else t0 < plan.problem.dims.T
     first, end = (jnp.where(is_there, i, steps.end) for i in (part.first, part.end))
     return part._replace(first=first, end=end)

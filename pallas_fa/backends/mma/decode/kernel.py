@@ -55,7 +55,7 @@ class Decode(QueryBlock):
         self.parts = KeyParts(plan.config.rows, self.mma)
         visits = self.visits()
         if splits > 1:
-            visits = schedule.part_of(visits, self.split, splits, plan.kv_blocks)
+            visits = schedule.part_of(visits, (self.split, self.split + 1), splits, plan.kv_blocks)
         self.steps = Steps.of(visits)
 
     def run(self) -> None:
