@@ -225,6 +225,23 @@ PERSISTENT = tuple(
         (333, 517, "bfloat16", 2, 128, dict(dropout=0.3)),
     )
 )
+# Pairs under causal masks, which are in persistent CTAs in larger calls; and single blocks of more than 4 steps.
+PAIRS_IN_TURN = ForwardConfig(
+    l2_head_group=4, pin_softmax=False, q_block_pairs=1, ping_pong=True, persistent_ctas=3, rescale_under_qk=True
+)
+PERSISTENT += tuple(
+    (
+        Case(T, S, mask, score, dtype, N=4, K=K, H=H, Hv=128, **options),
+        Config(dataclasses.replace(PAIRS_IN_TURN, **tiles)),
+    )
+    for T, S, mask, score, dtype, K, H, options, tiles in (
+        (1000, 1000, "causal", "plain", "bfloat16", 4, 128, {}, {}),
+        (600, 1500, "bottom_right", "soft_cap", "float16", 2, 96, dict(sinks="heads"), {"q_block_pairs": 2}),
+        (1300, 1300, "causal", "alibi", "bfloat16", 2, 128, dict(dropout=0.3), {}),
+        (900, 1100, "full", "plain", "bfloat16", 4, 128, {}, {"q_block_pairs": 0, "pin_softmax": True}),
+        (1024, 1024, "full", "plain", "float16", 1, 80, {}, {"q_block_pairs": 0, "pin_softmax": True}),
+    )
+)
 # The tables' tiles at H=64, which CTAs take by tickets in larger calls, and blocks dealt out in turn, as the tables have it.
 WITH_TICKETS = Config(backward=BY_TICKETS)
 AT_64 = (
@@ -266,10 +283,13 @@ SPLIT_HEADS = (
         Case(1000, 1000, "causal", "soft_cap", "float16", N=6, K=3, H=64, Hv=64, sinks="heads"),
         (6, 4, {"compute_wgs": 3}),
     ),
-    (Case(517, 900, "lengths", "bias", "bfloat16", N=4, K=2, H=128, Hv=72, dropout=0.3), (2, 2, {"q_block_pairs": 1})),
+    (Case(517, 900, "lengths", "bias", "bfloat16", N=4, K=2, H=128, Hv=72, dropout=0.3), (2, 2, {"block_kv": 64})),
     (Case(700, 900, "full", "plain", "bfloat16", N=4, K=2, H=128, Hv=128), (2, 3, {"persistent_ctas": 5})),
     (Case(300, 2000, "packed", "plain", "bfloat16", N=4, K=4, H=256, Hv=256), (3, 5, {"block_kv": 64})),
-    (Case(300, 2000, "bottom_right", "plain", "float16", N=2, K=1, H=512, Hv=512), (2, 4, {"block_kv": 64})),
+    (
+        Case(300, 2000, "bottom_right", "plain", "float16", N=2, K=1, H=512, Hv=512),
+        (2, 4, {"block_kv": 64, "stages": 1, "pin_softmax": False}),
+    ),
 )
 
 
@@ -323,8 +343,8 @@ def test_tangents_at_the_kernels_values_are_accurate(case, check_tangents):
 # So many heads that the tables choose pairs of blocks of queries.
 MANY_HEADS = tuple(
     Case(1024, 1024, mask, "plain", "bfloat16", N=32, K=32, H=H, Hv=H, batch=(8,))
-    for mask, H in (("causal", 64), ("packed", 128), ("full", 128))
-)
+    for mask, H in (("causal", 64), ("causal", 128), ("packed", 128), ("full", 128))
+) + (Case(512, 8192, "bottom_right", "plain", "bfloat16", N=8, K=1, H=128, Hv=128, batch=(1,)),)  # keys in parts
 
 
 @pytest.mark.parametrize("case", WIDE_CASES[:3] + WIDE_CASES[8:9] + MANY_HEADS, ids=str)

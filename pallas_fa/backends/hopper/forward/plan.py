@@ -204,7 +204,8 @@ class ForwardPlan(ForwardCore):
         problem, c = self.problem, self.config
         is_plain = self.subtract_max and problem.score is None and products.parts_of(problem) == 1
         has_tiles = (c.compute_wgs, c.block_kv) == (2, 128) and 96 < problem.H <= 128 and 96 < problem.Hv <= 128
-        return is_plain and has_tiles and (problem.mask is None or problem.dims.S > 1024)
+        is_long = problem.mask is None or problem.dims.S > (512 if c.persistent_ctas else 1024)
+        return is_plain and has_tiles and is_long
 
     @property
     def probability_dtype(self) -> np.dtype:
