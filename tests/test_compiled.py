@@ -13,7 +13,7 @@ from pallas_fa.backends.mma import config as mma
 from tests.elsewhere.environment import environment
 from tests.elsewhere.kernels import kernels
 from tests.elsewhere.targets import TARGETS
-from tests.hopper_tiles import BY_TICKETS
+from tests.hopper_tiles import BY_TICKETS, PAIRS_IN_TURN
 
 pytestmark = pytest.mark.full
 SPILLED = 32  # bytes that a kernel may spill
@@ -49,12 +49,8 @@ EXCEPTIONS = {
     ("mma backward dk dv", 128, mma.BackwardConfig(2, 64, 64)): {"sm_80": 96, "sm_90a": 256, "sm_100a": 160},
     ("mma backward dq", 128, mma.BackwardConfig(1, 128, 32, stages=1)): {"sm_80": 128, "sm_90a": 128, "sm_100a": 128},
     ("mma backward dq", 256, mma.BackwardConfig(1, 64, 32, stages=1)): {"sm_90a": 64, "sm_100a": 64, "sm_120a": 128},
-    # None of it in the loop over full blocks; faster than what spills nothing (evidence: forward/maxima-by-sums).
-    (
-        "hopper forward, long",
-        128,
-        hopper.ForwardConfig(2, pin_softmax=False, q_block_pairs=4, ping_pong=True, rescale_under_qk=True),
-    ): {"sm_90a": 64},
+    # None of it in the loop over full blocks; faster than a CTA for several pairs (evidence: forward/persistent-ctas).
+    ("hopper forward, long", 128, PAIRS_IN_TURN): {"sm_90a": 64},
     # Faster than what spills nothing (evidence: forward/arrays-of-masks).
     (
         "hopper forward, segments",

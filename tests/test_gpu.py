@@ -17,7 +17,7 @@ import pallas_fa
 from pallas_fa import masks
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from tests.cases import TABLE, Case
-from tests.hopper_tiles import BY_TICKETS
+from tests.hopper_tiles import BY_TICKETS, PAIRS_IN_TURN
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("bfloat16", "float16")
@@ -226,13 +226,10 @@ PERSISTENT = tuple(
     )
 )
 # Pairs under causal masks, which are in persistent CTAs in larger calls; and single blocks of more than 4 steps.
-PAIRS_IN_TURN = ForwardConfig(
-    l2_head_group=4, pin_softmax=False, q_block_pairs=1, ping_pong=True, persistent_ctas=3, rescale_under_qk=True
-)
 PERSISTENT += tuple(
     (
         Case(T, S, mask, score, dtype, N=4, K=K, H=H, Hv=128, **options),
-        Config(dataclasses.replace(PAIRS_IN_TURN, **tiles)),
+        Config(dataclasses.replace(PAIRS_IN_TURN, persistent_ctas=3, **tiles)),
     )
     for T, S, mask, score, dtype, K, H, options, tiles in (
         (1000, 1000, "causal", "plain", "bfloat16", 4, 128, {}, {}),
