@@ -75,6 +75,8 @@ MUTATIONS = (
     Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
     Mutation("backends/hopper/forward/compute.py", "block.parts[0] == 0, sink", "block.parts[0] >= 0, sink", FORWARD),
     Mutation("backends/hopper/forward/partial_results.py", "- plan.whole_heads", "", FORWARD),
+    Mutation("backends/hopper/forward/compute.py", 'of_kind("column"):\n', 'of_kind("none"):\n', FORWARD),
+    Mutation("backends/hopper/forward/work.py", "steps.boundary_end if part.starts_full else", "", FORWARD),
     Mutation("backends/hopper/forward/partial_results.py", "(first[0], 0, first[1], 0)", "(0, 0, 0, 0)", FORWARD),
     Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),
     Mutation("backends/hopper/wgmma.py", "first + of_b * len(accs) + i", "first + of_weights * len(accs) + i", FLOAT32),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa import masks
 from pallas_fa.backends import reference
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
@@ -146,6 +147,11 @@ CASES = {
         dataclasses.replace(BASE, T=300, mask="segments", score="bias_shared", dropout=0.3),
         _split_heads(2, 3, ping_pong=True, rescale_under_qk=True, q_block_pairs=1),
     ),
+    "split heads, more parts than key blocks": (dataclasses.replace(BASE, T=150, S=128), _split_heads(2, 4)),
+    "persistent, one step, an array of queries": (
+        dataclasses.replace(BASE, T=300, S=64, score="bias_head_rows"),
+        Config(forward=ForwardConfig(1, 64, pin_softmax=False, persistent_ctas=1)),
+    ),
     "split heads, columns of values in parts": (
         dataclasses.replace(BASE, T=203, S=300, N=2, K=2, H=320, Hv=512, mask="causal"),
         _split_heads(1, 2, compute_wgs=2),
@@ -223,6 +229,14 @@ def test_maxima_that_grow(growth, with_bias, late, dtype, H, block_kv):
         q[..., 0], k[..., 0] = H**0.5, (growth * block * np.log(2))[None, :, None]
         problem, operands = normalise(*(np.asarray(x, v.dtype) for x in (q, k)), v, config=config)
     assert_right_and_free_of_races(problem, operands)
+
+
+def test_a_mask_that_hides_keys_anywhere_in_persistent_ctas():
+    """The first query block has front padding; how many steps it has is known while tracing, and hidden from compilers."""
+    inputs = dataclasses.replace(BASE, T=300, S=640, H=128, Hv=128, N=1, K=1).inputs()
+    config = Config(forward=ForwardConfig(persistent_ctas=2, pin_softmax=False))
+    mask = masks.Custom(lambda b, n, t, s: (t - s) % 3 != 0)
+    assert_right_and_free_of_races(*normalise(*inputs.qkv, mask=mask, config=config))
 
 
 def test_padding_may_hold_nan():

@@ -224,6 +224,8 @@ def test_what_does_not_lower_is_said_and_goes_to_xla(keywords, reason):
         ({"stages": 0}, "stages=0"),
         ({"l2_head_group": 0}, "l2_head_group=0"),
         ({"q_block_pairs": -1}, "q_block_pairs=-1"),
+        ({"kv_splits": 0}, "kv_splits=0"),
+        ({"kv_splits": 65}, "kv_splits=65"),
         ({"split_heads": -1}, "split_heads=-1"),
         ({"split_heads": 2}, "kv_splits is 1"),
     ],

@@ -26,7 +26,7 @@ class ForwardConfig:
       kv_splits: parts of the keys of a query block, each with a CTA of its own; the partial results are merged. For calls
         that would not fill the GPU: of up to 16 queries, or of more with `split_heads`.
       split_heads: the last heads, of all batch entries counted together, whose keys are in parts: of the last entry alone,
-        or of whole entries (evidence: forward/split-heads). 0: with more than 16 queries none, else all.
+        or of whole entries (evidence: forward/split-heads). 0: all, which is for up to 16 queries without dropout.
       persistent_ctas: CTAs that process what else a CTA each would, one after the other: the loads of each block overlap the
         epilogue of the block before, of another head too. 0: none.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
@@ -63,8 +63,8 @@ class ForwardConfig:
             raise ValueError(f"q_block_pairs={self.q_block_pairs} must be at least 0, for single query blocks.")
         if self.l2_head_group < 1:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
-        if self.kv_splits < 1:
-            raise ValueError(f"kv_splits={self.kv_splits} must be at least 1, for keys in one part.")
+        if not 1 <= self.kv_splits <= 64:
+            raise ValueError(f"kv_splits={self.kv_splits} must be from 1, for keys in one part, to 64.")
         if self.split_heads < 0:
             raise ValueError(f"split_heads={self.split_heads} must be at least 0, for no heads.")
         if self.split_heads and self.kv_splits == 1:

@@ -145,8 +145,8 @@ class DecodeConfig:
             )
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2: keys are loaded while others are used.")
-        if self.kv_splits < 1:
-            raise ValueError(f"kv_splits={self.kv_splits} must be at least 1.")
+        if not 1 <= self.kv_splits <= 64:
+            raise ValueError(f"kv_splits={self.kv_splits} must be from 1, for keys in one part, to 64.")
 
     @property
     def block_q(self) -> int:

@@ -129,6 +129,8 @@ class Compute:
 
     def _release_queries(self):
         if self.plan.several_blocks:
+            if self.plan.arrays.of_kind("column"):
+                plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
             plgpu.barrier_arrive(self.scratch["q_free"])
 
     def _attend(self):

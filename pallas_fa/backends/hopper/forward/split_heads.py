@@ -29,7 +29,7 @@ def why_not(problem: Problem, config: ForwardConfig) -> str | None:
     """Returns why the heads that `config` names can't have their keys in parts; None if they can."""
     count, N = config.split_heads, problem.dims.N
     if config.grouped_rows:
-        return f"config={config!r} splits the keys of rows that are grouped"
+        return f"config={problem.config!r} splits the keys of rows that are grouped"
     if count > problem.dims.B * N or (count > N and count % N):
         return (
             f"split_heads={count} of {problem.dims.B} x {N} heads; it takes up to {N}, or a multiple of {N}: heads of the"
@@ -57,11 +57,7 @@ def remark(plan: ForwardPlan) -> str | None:
 
 
 def _candidates(plan, gpu):
-    dims = plan.problem.dims
-    heads = {dims.B * dims.N}
-    if plan.problem.mask is None:  # all query blocks are the same work, and their last round is known
-        heads |= {*range(1, dims.N), *range(dims.N, dims.B * dims.N, dims.N)}
-    for count in sorted(heads):
+    for count in sorted(_counts_of_heads(plan, gpu)):
         for parts in range(2, min(_MOST_PARTS, plan.kv_blocks) + 1):
             config = dataclasses.replace(plan.config, kv_splits=parts, split_heads=count)
             if config.persistent_ctas:
@@ -69,6 +65,18 @@ def _candidates(plan, gpu):
             candidate = dataclasses.replace(plan, config=config)
             if candidate.grid_of_parts.ctas <= _MOST_PLACES:
                 yield candidate
+
+
+def _counts_of_heads(plan, gpu):
+    """Returns how many heads may have their keys in parts: all, or so many that the others take 1, 2 or 3 rounds fewer."""
+    N, heads, of_head = plan.problem.dims.N, plan.whole_heads, plan.grid.ctas_per_head
+    counts = {heads}
+    if plan.problem.mask is None:  # all query blocks are the same work
+        rounds = -(-plan.grid.ctas // gpu.multiprocessors)
+        for fewer in range(max(rounds - 3, 1), rounds):
+            count = heads - fewer * gpu.multiprocessors // of_head
+            counts.add(count if count <= N else -(-count // N) * N)
+    return counts
 
 
 def _time(plan, gpu):

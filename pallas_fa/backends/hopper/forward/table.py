@@ -150,6 +150,7 @@ TILES = Table(
     Row(_WIDE, "forward/wide-heads"),
 )
 
+# Whether CTAs are persistent; "pairs": those that take pairs of query blocks.
 PERSISTENT = Table(
     "forward/persistent-ctas",
     Row(True, "forward/short-windows", **_SHORT_WINDOW_64),
@@ -160,7 +161,7 @@ PERSISTENT = Table(
     Row(True, **_H64, split=False, packed=False, length=up_to(512), keys=up_to(512)),
     Row(True, **_H128, split=False, uniform=True, visit_table=False, length=up_to(8192)),
     Row(False, **_H64),
-    Row(True, **_H128, split=False, visit_table=False, windowed=False, length=up_to(8192)),
+    Row("pairs", **_H128, split=False, visit_table=False, windowed=False, length=up_to(8192)),
     Row(False),
 )
 
@@ -200,10 +201,13 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
         return rounds * (of_each + _CTA_START)
 
     best = dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time))
-    if not PERSISTENT.find(facts):
+    persistent = PERSISTENT.find(facts)
+    if not persistent or (persistent == "pairs" and not best.q_block_pairs):
         return best, *others
-    grid = Grid(1, facts.heads, -(-blocks // max(1, 2 * best.q_block_pairs)), 1)
-    is_whole = -facts.length % best.block_q < 64  # whether no warpgroup of the last query block is past the end
+    of_each = max(1, 2 * best.q_block_pairs)
+    grid = Grid(1, facts.heads, -(-blocks // of_each), 1)
+    # Whether no warpgroup of the last query block is past the end, and no block is left without another.
+    is_whole = -facts.length % best.block_q < 64 and blocks % of_each == 0
     alike = is_whole and (best.q_block_pairs > 0 or (facts.uniform and not facts.visit_table))
     count = persistent_ctas(grid, gpu.multiprocessors, alike=alike)
     heads = _HEADS_OF_PAIRS if count and best.q_block_pairs else best.l2_head_group

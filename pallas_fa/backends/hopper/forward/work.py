@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.gpu import schedule
-from pallas_fa.backends.gpu.grid import AXIS, Place, quotient_and_remainder
+from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -45,37 +45,38 @@ def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]])
 
 
 def _of_place(plan, number, role, done):
-    at, parts, in_parts = _place_of_parts(plan, number) if plan.config.split_heads else _place(plan, number)
-    cta, column_part = _split(at.cta, plan.column_parts)
+    at, column_part, parts, in_parts = (_place_of_parts if plan.config.split_heads else _place)(plan, number)
 
     def one(number, *done):
         t0 = plan.blocks.start(number)
         return role(QueryBlock(at.b, at.head, parts, in_parts, column_part, number, t0, _first_key(plan, t0), *done))
 
-    return plan.blocks.for_each(cta, one, done)
+    return plan.blocks.for_each(at.cta, one, done)
 
 
 def _place(plan, number):
-    """Returns (the place, the parts of the keys, whether the result is one of these)."""
+    """Returns (the place, whose `cta` is one that shares the query blocks, then three fields of `QueryBlock`)."""
     at = plan.grid.place(number)
-    cta, part = _split(at.cta, plan.config.kv_splits)
-    return at._replace(cta=cta), (part, part + 1), plan.all_in_parts
+    cta, column_part = _split(at.cta, plan.column_parts)
+    cta, part = _split(cta, plan.config.kv_splits)
+    return at._replace(cta=cta), column_part, (part, part + 1), plan.all_in_parts
 
 
 def _place_of_parts(plan, number):
     """As `_place`, where the last heads have their keys in parts."""
-    parts, first = plan.config.kv_splits, plan.grid.ctas
-    of_parts = plan.grid_of_parts.place(jnp.maximum(number - first, 0) if first else number)
-    cta, part = quotient_and_remainder(of_parts.cta, parts)
-    of_parts, last = of_parts._replace(cta=cta, head=of_parts.head + plan.whole_heads), part + 1
-    in_parts: Any = True
-    if first:
-        in_parts = number >= first
-        whole = plan.grid.place(jnp.minimum(number, first - 1))
-        of_parts = Place(*(jnp.where(in_parts, x, y) for x, y in zip(of_parts, whole, strict=True)))
-        part, last = jnp.where(in_parts, part, 0), jnp.where(in_parts, last, parts)
-    b, n = quotient_and_remainder(of_parts.head, plan.problem.dims.N)
-    return of_parts._replace(b=b, head=n), (part, last), in_parts
+    parts, whole = plan.config.kv_splits, plan.grid.ctas
+    at = plan.grid_of_parts.place(jnp.maximum(number - whole, 0) if whole else number)
+    cta, column_part = _split(at.cta, plan.column_parts)
+    cta, part = quotient_and_remainder(cta, parts)
+    head, end, in_parts = at.head + plan.whole_heads, part + 1, True
+    if whole:
+        in_parts = number >= whole
+        of_whole = plan.grid.place(jnp.minimum(number, whole - 1))
+        cta_of_whole, column_of_whole = _split(of_whole.cta, plan.column_parts)
+        pairs = (cta, cta_of_whole), (column_part, column_of_whole), (head, of_whole.head), (part, 0), (end, parts)
+        cta, column_part, head, part, end = (jnp.where(in_parts, *pair) for pair in pairs)
+    b, n = quotient_and_remainder(head, plan.problem.dims.N)
+    return at._replace(b=b, head=n, cta=cta), column_part, (part, end), in_parts
 
 
 def _first_key(plan, t0):
@@ -110,7 +111,7 @@ def steps_of(plan: ForwardPlan, block: QueryBlock, gmem: Any) -> Steps:
     if plan.config.kv_splits > 1:
         visits = schedule.part_of(visits, block.parts, plan.config.kv_splits, plan.kv_blocks)
     if plan.hides_count_of_steps and isinstance(visits.last, int):
-        last = jnp.where(block.t0 >= 0, visits.last, 0)
+        last = jnp.where(block.number >= 0, visits.last, 0)  # it always is
         full_last = last if schedule.is_equal(visits.full_last, visits.last) else visits.full_last
         visits = visits._replace(full_last=full_last, last=last)
     return Steps.of(visits)
@@ -122,8 +123,11 @@ def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: A
         return steps
     t0 = block.t0 + wg * 64
     part = steps.of_part(_visits(plan, t0, 64))
-    if plan.config.split_heads and not part.starts_full:  # the part of the keys may end before the boundary blocks do
-        part = part._replace(boundary_end=jnp.minimum(part.boundary_end, part.end))
+    if plan.config.split_heads:
+        # A part of the keys that is past their end is masked. Others may end before the boundary blocks do.
+        boundary_end = steps.boundary_end if part.starts_full else part.boundary_end
+        if not schedule.is_equal(boundary_end, 0):
+            part = part._replace(boundary_end=jnp.minimum(boundary_end, part.end))
     is_there = t0 >= 0 if plan.blocks.front_padding else t0 < plan.problem.dims.T
     first, end = (jnp.where(is_there, i, steps.end) for i in (part.first, part.end))
     return part._replace(first=first, end=end)
