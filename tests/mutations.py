@@ -31,6 +31,8 @@ INTERVALS = "tests/test_documents.py -k ranges"
 MASKS = "tests/test_masks.py tests/test_mask_ranges.py tests/test_mask_parts.py"
 SCHEDULE = "tests/test_schedule.py"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
+COLUMNS = "tests/test_kernel_interpreted.py -k arrays_of_queries"
+SPLIT = "tests/test_kernel_interpreted.py -k split_heads"
 BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
@@ -73,11 +75,11 @@ MUTATIONS = (
     Mutation("backends/gpu/softmax_by_sums.py", "l * lax.broadcast_in_dim(rescale, l.shape, [0])", "l", FORWARD),
     Mutation("backends/gpu/softmax_by_sums.py", "any_above(sums, largest_sum", "any_above(sums, jnp.inf", FORWARD),
     Mutation("backends/gpu/online_softmax.py", "m * unit + jnp.log", "m * unit - jnp.log", FORWARD),
-    Mutation("backends/hopper/forward/compute.py", "block.parts[0] == 0, sink", "block.parts[0] >= 0, sink", FORWARD),
-    Mutation("backends/hopper/forward/partial_results.py", "- plan.whole_heads", "", FORWARD),
-    Mutation("backends/hopper/forward/compute.py", 'of_kind("column"):\n', 'of_kind("none"):\n', FORWARD),
-    Mutation("backends/hopper/forward/work.py", "steps.boundary_end if part.starts_full else", "", FORWARD),
-    Mutation("backends/hopper/forward/partial_results.py", "(first[0], 0, first[1], 0)", "(0, 0, 0, 0)", FORWARD),
+    Mutation("backends/hopper/forward/compute.py", "block.parts[0] == 0, sink", "block.parts[0] >= 0, sink", SPLIT),
+    Mutation("backends/hopper/forward/partial_results.py", "- plan.whole_heads", "", SPLIT),
+    Mutation("backends/hopper/forward/compute.py", 'of_kind("column"):\n', 'of_kind("none"):\n', COLUMNS),
+    Mutation("backends/hopper/forward/work.py", "steps.boundary_end if part.starts_full else", "", SPLIT),
+    Mutation("backends/hopper/forward/partial_results.py", "(first[0], 0, first[1], 0)", "(0, 0, 0, 0)", SPLIT),
     Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),
     Mutation("backends/hopper/wgmma.py", "first + of_b * len(accs) + i", "first + of_weights * len(accs) + i", FLOAT32),
     Mutation("backends/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),

@@ -130,32 +130,6 @@ CASES = {
         dataclasses.replace(BASE, mask="segments", score="everything", sinks="heads", dropout=0.3),
         PAIRS_PING_PONG,
     ),
-    "split heads, the last": (dataclasses.replace(BASE, T=128, S=256, N=3), _split_heads(2, 2)),
-    "split heads, persistent, pairs, odd lengths": (
-        dataclasses.replace(BASE, T=300, N=3, batch=(2,)),
-        _split_heads(1, 3, compute_wgs=1, q_block_pairs=1, persistent_ctas=3),
-    ),
-    "split heads, a whole batch entry, empty rows, sinks": (
-        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths", sinks="batch"),
-        _split_heads(2, 2, ping_pong=True),
-    ),
-    "split heads, all, causal, more parts than keys of some, every kind of score": (
-        dataclasses.replace(BASE, T=203, N=4, K=2, mask="causal", score="everything", sinks="heads"),
-        _split_heads(4, 4, compute_wgs=3),
-    ),
-    "split heads, all, segments, dropout, bias": (
-        dataclasses.replace(BASE, T=300, mask="segments", score="bias_shared", dropout=0.3),
-        _split_heads(2, 3, ping_pong=True, rescale_under_qk=True, q_block_pairs=1),
-    ),
-    "split heads, more parts than key blocks": (dataclasses.replace(BASE, T=150, S=128), _split_heads(2, 4)),
-    "persistent, one step, an array of queries": (
-        dataclasses.replace(BASE, T=300, S=64, score="bias_head_rows"),
-        Config(forward=ForwardConfig(1, 64, pin_softmax=False, persistent_ctas=1)),
-    ),
-    "split heads, columns of values in parts": (
-        dataclasses.replace(BASE, T=203, S=300, N=2, K=2, H=320, Hv=512, mask="causal"),
-        _split_heads(1, 2, compute_wgs=2),
-    ),
     "80 keys a block": (dataclasses.replace(BASE, T=128, S=256), EIGHTY),
     "80 keys a block, odd lengths, bias of rows": (
         dataclasses.replace(BASE, mask="causal", score="everything"),
@@ -163,6 +137,31 @@ CASES = {
     ),
     "176 keys a block, empty rows": (dataclasses.replace(BASE, batch=(2,), mask="lengths"), MANY_KEYS),
     "pairs, empty rows": (dataclasses.replace(BASE, T=170, batch=(2,), mask="lengths"), PAIRED),
+}
+
+SPLIT_HEADS = {
+    "the last": (dataclasses.replace(BASE, T=128, S=256, N=3), _split_heads(2, 2)),
+    "persistent, pairs, odd lengths": (
+        dataclasses.replace(BASE, T=300, N=3, batch=(2,)),
+        _split_heads(1, 3, compute_wgs=1, q_block_pairs=1, persistent_ctas=3),
+    ),
+    "a whole batch entry, empty rows, sinks": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths", sinks="batch"),
+        _split_heads(2, 2, ping_pong=True),
+    ),
+    "all, causal, more parts than keys of some, every kind of score": (
+        dataclasses.replace(BASE, T=203, N=4, K=2, mask="causal", score="everything", sinks="heads"),
+        _split_heads(4, 4, compute_wgs=3),
+    ),
+    "all, segments, dropout, bias": (
+        dataclasses.replace(BASE, T=300, mask="segments", score="bias_shared", dropout=0.3),
+        _split_heads(2, 3, ping_pong=True, rescale_under_qk=True, q_block_pairs=1),
+    ),
+    "more parts than key blocks": (dataclasses.replace(BASE, T=150, S=128), _split_heads(2, 4)),
+    "columns of values in parts": (
+        dataclasses.replace(BASE, T=203, S=300, N=2, K=2, H=320, Hv=512, mask="causal"),
+        _split_heads(1, 2, compute_wgs=2),
+    ),
 }
 
 
@@ -198,6 +197,18 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     assert_right_and_free_of_races(*problem_of(*CASES[name]))
 
 
+@pytest.mark.parametrize("name", SPLIT_HEADS)
+def test_interpreted_split_heads_are_right_and_free_of_races(name):
+    assert_right_and_free_of_races(*problem_of(*SPLIT_HEADS[name]))
+
+
+def test_interpreted_arrays_of_queries_are_read_before_the_next_are_loaded():
+    """The only step of a query block reads them, and its CTA takes another block."""
+    case = dataclasses.replace(BASE, T=300, S=64, score="bias_head_rows")
+    config = Config(forward=ForwardConfig(1, 64, pin_softmax=False, persistent_ctas=1))
+    assert_right_and_free_of_races(*problem_of(case, config))
+
+
 @pytest.mark.parametrize("forbidden", [-1e9, -1e10, -1e30, float(np.finfo(np.float32).min)])
 def test_a_large_negative_bias_is_a_mask(forbidden):
     """As in Flax models; a row in which it forbids everything is the mean of all values."""
@@ -231,7 +242,7 @@ def test_maxima_that_grow(growth, with_bias, late, dtype, H, block_kv):
     assert_right_and_free_of_races(problem, operands)
 
 
-def test_a_mask_that_hides_keys_anywhere_in_persistent_ctas():
+def test_interpreted_masks_that_hide_keys_anywhere_in_persistent_ctas():
     """The first query block has front padding; how many steps it has is known while tracing, and hidden from compilers."""
     inputs = dataclasses.replace(BASE, T=300, S=640, H=128, Hv=128, N=1, K=1).inputs()
     config = Config(forward=ForwardConfig(persistent_ctas=2, pin_softmax=False))
