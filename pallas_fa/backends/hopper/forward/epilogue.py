@@ -4,7 +4,6 @@ import functools
 import operator
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -42,8 +41,7 @@ def store(
     elif not plan.whole_heads:
         store_partial()
     else:
-        pl.when(block.in_parts)(store_partial)
-        pl.when(jnp.logical_not(block.in_parts))(store_whole)
+        lax.cond(partial_results.head_of(plan, block) >= 0, store_partial, store_whole)
 
 
 def _store_whole(plan, block, wg, gmem, scratch, acc, lse):

@@ -23,13 +23,17 @@ def types(plan: ForwardPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
     return jax.ShapeDtypeStruct((*lead, columns), jnp.float32), jax.ShapeDtypeStruct(lead, jnp.float32)
 
 
+def head_of(plan: ForwardPlan, block: QueryBlock) -> Any:
+    """Returns the number of the block's head among those whose keys are in parts; negative for the others."""
+    return block.b * plan.problem.dims.N + block.n - plan.whole_heads
+
+
 def store(plan: ForwardPlan, block: QueryBlock, wg: Any, gmem: Any, acc: tuple[Any, ...], lse: Any) -> None:
     """Stores the partial result of warpgroup `wg`, for 64 queries: `acc`, chunks of columns, and `lse`.
 
     From registers: a tile in float32 would not fit shared memory beside those of the operands.
     """
-    dims, (part, _) = plan.problem.dims, block.parts
-    head = block.b * dims.N + block.n - plan.whole_heads
+    head, (part, _) = head_of(plan, block), block.parts
     rows = pl.ds(block.number * plan.config.block_q + wg * 64, 64)
 
     @pl.when(block.column_part == 0)

@@ -165,8 +165,8 @@ class ForwardPlan(ForwardCore):
         if self.group > 1:  # key blocks end anywhere
             dims, mask = self.problem.dims, self.problem.mask
             return mask is None or mask.kv_range(dims.T - 1, dims.T)[1] > dims.S
-        has_fewest = self.problem.mask is None and self.config.kv_splits <= self.kv_blocks
-        return super().has_padding_keys or (self.config.kv_splits > 1 and not has_fewest)
+        all_have_keys = self.problem.mask is None and self.config.kv_splits <= self.kv_blocks  # all parts
+        return super().has_padding_keys or (self.config.kv_splits > 1 and not all_have_keys)
 
     @functools.cached_property
     def single_step(self) -> bool:

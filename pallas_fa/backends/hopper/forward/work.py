@@ -18,14 +18,13 @@ class QueryBlock(NamedTuple):
 
     `s0`: the key that its key blocks are counted from.
     `column_part`: which part of the output's columns.
-    `parts`: the first of the parts of its keys, and the end; `in_parts`: whether its result is that of a part.
+    `parts`: the first of the parts of its keys, and the end.
     `done`, `arrays_done`: how many steps, and steps that used streamed arrays, this CTA did for blocks before.
     """
 
     b: Any
     n: Any
     parts: tuple[Any, Any]
-    in_parts: Any
     column_part: Any
     number: Any
     t0: Any
@@ -45,21 +44,21 @@ def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]])
 
 
 def _of_place(plan, number, role, done):
-    at, column_part, parts, in_parts = (_place_of_parts if plan.config.split_heads else _place)(plan, number)
+    at, column_part, parts = (_place_of_parts if plan.config.split_heads else _place)(plan, number)
 
     def one(number, *done):
         t0 = plan.blocks.start(number)
-        return role(QueryBlock(at.b, at.head, parts, in_parts, column_part, number, t0, _first_key(plan, t0), *done))
+        return role(QueryBlock(at.b, at.head, parts, column_part, number, t0, _first_key(plan, t0), *done))
 
     return plan.blocks.for_each(at.cta, one, done)
 
 
 def _place(plan, number):
-    """Returns (the place, whose `cta` is one that shares the query blocks, then three fields of `QueryBlock`)."""
+    """Returns (the place, whose `cta` is one that shares the query blocks; `column_part` and `parts` of `QueryBlock`)."""
     at = plan.grid.place(number)
     cta, column_part = _split(at.cta, plan.column_parts)
     cta, part = _split(cta, plan.config.kv_splits)
-    return at._replace(cta=cta), column_part, (part, part + 1), plan.all_in_parts
+    return at._replace(cta=cta), column_part, (part, part + 1)
 
 
 def _place_of_parts(plan, number):
@@ -68,15 +67,14 @@ def _place_of_parts(plan, number):
     at = plan.grid_of_parts.place(jnp.maximum(number - whole, 0) if whole else number)
     cta, column_part = _split(at.cta, plan.column_parts)
     cta, part = quotient_and_remainder(cta, parts)
-    head, end, in_parts = at.head + plan.whole_heads, part + 1, True
+    head, end = at.head + plan.whole_heads, part + 1
     if whole:
-        in_parts = number >= whole
         of_whole = plan.grid.place(jnp.minimum(number, whole - 1))
         cta_of_whole, column_of_whole = _split(of_whole.cta, plan.column_parts)
         pairs = (cta, cta_of_whole), (column_part, column_of_whole), (head, of_whole.head), (part, 0), (end, parts)
-        cta, column_part, head, part, end = (jnp.where(in_parts, *pair) for pair in pairs)
+        cta, column_part, head, part, end = (jnp.where(number >= whole, *pair) for pair in pairs)
     b, n = quotient_and_remainder(head, plan.problem.dims.N)
-    return at._replace(b=b, head=n, cta=cta), column_part, (part, end), in_parts
+    return at._replace(b=b, head=n, cta=cta), column_part, (part, end)
 
 
 def _first_key(plan, t0):
