@@ -109,10 +109,6 @@ CASES = {
         dataclasses.replace(BASE, T=112, S=200, H=96, Hv=80, mask="window_causal"),
         {"deterministic_gradients": True},
     ),
-    "head dim 192, sums of dQ": (
-        dataclasses.replace(BASE, T=136, S=200, N=4, K=2, H=192, Hv=128, mask="causal"),
-        {},
-    ),
     "head dim 192, lengths that are no multiples of 8": (dataclasses.replace(BASE, H=192, Hv=128, mask="lengths"), {}),
     "head dim 256, empty rows": (dataclasses.replace(BASE, H=256, Hv=256, batch=(2,), mask="lengths"), {}),
     "unequal head dims": (dataclasses.replace(BASE, H=64, Hv=128, mask="causal"), {}),
@@ -151,6 +147,25 @@ CASES = {
     "negative scale": (BASE, {"scale": -0.3}),
     "negative scale, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256), {"scale": -0.1}),
     "deterministic": (dataclasses.replace(BASE, mask="causal"), {"deterministic_gradients": True}),
+}
+# At head dim 192 with values of 128 or less, whose gradients take one pass.
+AT_192 = {
+    "causal, grouped heads": (
+        dataclasses.replace(BASE, T=136, S=200, N=4, K=2, H=192, Hv=128, mask="causal"),
+        {},
+    ),
+    "empty rows": (
+        dataclasses.replace(BASE, T=136, S=200, H=192, Hv=128, batch=(2,), mask="lengths"),
+        {},
+    ),
+    "soft cap, two passes": (
+        dataclasses.replace(BASE, T=136, S=200, H=192, Hv=128, mask="window_causal", score="soft_cap"),
+        {},
+    ),
+    "float16, one tile of dS": (
+        dataclasses.replace(BASE, T=200, S=200, H=192, Hv=64, mask="dense", dtype="float16"),
+        {"config": Config(backward=BackwardConfig(2, 64, (1, 1), 1, p_before_dp=True, statistics_last=True))},
+    ),
 }
 
 

@@ -48,7 +48,6 @@ THINNED = {
     "test_backward_lowering.py::test_every_length_lowers": 2,
     "test_backward_lowering.py::test_every_mask_lowers": 4,
     "test_backward_lowering.py::test_every_score_lowers": 4,
-    "test_backward_lowering.py::test_head_dim_192_takes_two_passes_where_their_tiles_fit": 0,
     "test_backward_lowering.py::test_lengths_that_are_no_multiples_of_8_lower_with_a_bias": 6,
     "test_backward_lowering.py::test_options_of_a_config_lower": 3,
     "test_backward_plan.py::test_by_tile_only_where_sections_fill_the_gpu_once": 0,

@@ -34,6 +34,8 @@ FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 COLUMNS = "tests/test_kernel_interpreted.py -k arrays_of_queries"
 SPLIT = "tests/test_kernel_interpreted.py -k split_heads"
 BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
+AT_192 = "tests/test_backward_interpreted.py -k head_dim_192"
+LOWERED_192 = "tests/test_backward_lowering.py -k head_dim_192"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
 APPEND = "tests/test_cache.py -k rows"
@@ -119,6 +121,8 @@ MUTATIONS = (
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
+    Mutation("backends/hopper/backward/step.py", "() if plan.p_before_dp else accs.pv", "accs.pv", AT_192),
+    Mutation("backends/hopper/backward/plan.py", "self.scored or self.padding.behind_mask", "self.scored", LOWERED_192),
     Mutation("backends/hopper/backward/step.py", "if plan.config.dk_last:", "if False:", BACKWARD),
     Mutation("backends/hopper/backward/scale_ds.py", "factor < 1", "factor < 0", FLOAT16),
     Mutation("backends/hopper/backward/work.py", "first + i * ctas", "first + i", BACKWARD),
@@ -135,7 +139,7 @@ MUTATIONS = (
     Mutation("backends/hopper/mla/load.py", 'scratch["p_smem"].at[1]', 'scratch["p_smem"].at[0]', LATENT),
     Mutation("backends/hopper/tiles.py", "else column_part * self.padded_dim", "else 0", WIDE_HEADS),
     Mutation("backends/hopper/backward/warpgroup.py", "self.column_part * len(accs)", "0", WIDE_HEADS),
-    Mutation("backends/hopper/backward/probabilities.py", "if plan.padding.ds:", "if False:", PADDING),
+    Mutation("backends/hopper/backward/probabilities.py", "if w.plan.padding.ds else ds", "if False else ds", PADDING),
     Mutation("backends/hopper/backward/compute.py", "if plan.padding.gradients:", "if False:", PADDING),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
 )  # fmt: skip

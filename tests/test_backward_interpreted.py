@@ -19,6 +19,7 @@ from pallas_fa.scores.base import Fixed
 from pallas_fa.scores.bias import Bias
 from tests import missing_wait
 from tests.interpreted_backward import (
+    AT_192,
     BASE,
     CASES,
     GPU,
@@ -34,6 +35,11 @@ from tests.interpreted_backward import (
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     is_right_and_free_of_races(*CASES[name])
+
+
+@pytest.mark.parametrize("name", AT_192)
+def test_head_dim_192_is_right_and_free_of_races(name):
+    is_right_and_free_of_races(*AT_192[name])
 
 
 @pytest.mark.parametrize(("T", "keywords"), [(300, ()), (100, ("query_seq_lengths",))], ids=["keys", "both, one tile"])

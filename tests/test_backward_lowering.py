@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_fa import masks, scores
@@ -63,10 +64,15 @@ def test_every_head_dim_lowers(H, Hv, count):
     assert lower_backward(dataclasses.replace(LOWERED, mask="dense", score="bias", H=H, Hv=Hv)) == count
 
 
-def test_head_dim_192_takes_two_passes_where_their_tiles_fit():
+def test_head_dim_192_takes_one_pass_or_two_where_their_tiles_fit():
     case = dataclasses.replace(LOWERED, S=304, mask="causal", H=192, Hv=128)
-    assert lower_backward(case) == 2
-    assert lower_backward(dataclasses.replace(case, mask="segments")) == 2
+    for mask in ("causal", "full", "segments", "dense", "lengths"):
+        assert lower_backward(dataclasses.replace(case, mask=mask)) == 1
+    assert lower_backward(dataclasses.replace(case, score="soft_cap")) == 2, "dS needs the logits themselves"
+    assert lower_backward(dataclasses.replace(case, dropout=0.1)) == 2
+    blocks, lengths = dataclasses.replace(case, mask="blocks"), np.array([100, 304], np.int32)
+    assert lower_backward(blocks) == 1
+    assert lower_backward(blocks, key_value_seq_lengths=lengths) == 2, "padding is tested by elements there"
     assert lower_backward(dataclasses.replace(case, mask="dense", score="bias")) == 2
     assert lower_backward(dataclasses.replace(case, mask="dense", score="everything")) == 3
     assert lower_backward(case, deterministic_gradients=True) == 3

@@ -62,6 +62,16 @@ EXCEPTIONS = {
         ("hopper backward", 64, dataclasses.replace(BY_TICKETS, ds_stages=ds_stages)): {"sm_90a": 96}
         for ds_stages in (1, 2)
     },
+    # Nearly all of it in the loop over boundary tiles; faster than two passes (evidence: backward/one-pass-at-192). The last
+    # is taken where arrays leave room for no other, and not timed.
+    **{
+        (
+            "hopper backward, values of 128",
+            192,
+            hopper.BackwardConfig(2, 64, stages, ds_stages, stagger=2, p_before_dp=True),
+        ): {"sm_90a": spilled}
+        for stages, ds_stages, spilled in (((2, 1), 2, 128), ((2, 2), 1, 96), ((2, 1), 1, 192), ((1, 1), 1, 256))
+    },
     # Taken where arrays leave no room for the first tile of H=96; not timed.
     ("hopper backward", 96, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2, statistics_last=True)): {"sm_90a": 96},
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (2, 1), 1, stagger=2)): {"sm_90a": 64},

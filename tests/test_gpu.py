@@ -256,6 +256,30 @@ def test_persistent_ctas_are_accurate(case, config, check):
     check(case, "mosaic_gpu", gradients=True, config=config)
 
 
+# All three gradients in one pass, or in two where that can't be; several blocks of keys add to each tile of dQ.
+AT_192 = (
+    *(
+        Case(1000, 1024, mask, score, dtype, N=8, K=K, H=192, Hv=Hv, batch=(2,))
+        for mask, score, dtype, K, Hv in (
+            ("full", "plain", "bfloat16", 8, 128),
+            ("causal", "plain", "bfloat16", 8, 128),
+            ("causal", "plain", "float16", 2, 128),
+            ("lengths", "plain", "bfloat16", 8, 128),
+            ("packed", "plain", "bfloat16", 8, 128),
+            ("dense", "plain", "float16", 8, 64),
+            ("blocks", "plain", "bfloat16", 4, 128),
+            ("causal", "soft_cap", "bfloat16", 8, 128),
+        )
+    ),
+    Case(4096, 4096, "window_causal", "plain", "bfloat16", N=16, K=16, H=192, Hv=128),
+)
+
+
+@pytest.mark.parametrize("case", AT_192, ids=str)
+def test_head_dim_192_is_accurate(case, check):
+    check(case, "mosaic_gpu", gradients=True)
+
+
 @pytest.mark.parametrize("growth", (2, 9, 62, 300))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -369,6 +393,7 @@ RERUN_GRADIENTS = (
     Case(2000, 1900, "blocks", "plain", "bfloat16", N=8, K=4, H=128, Hv=128),
     Case(1024, 1024, "full", "plain", "bfloat16", N=8, K=8, H=128, Hv=128),
     Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
+    Case(1024, 1000, "causal", "plain", "bfloat16", N=8, K=8, H=192, Hv=128),
     Case(1024, 1000, "causal", "plain", "float32", N=8, K=8, H=128, Hv=128),
     Case(1000, 1024, "packed", "plain", "float32", N=8, K=2, H=64, Hv=64),
 )

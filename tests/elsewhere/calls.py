@@ -20,7 +20,7 @@ from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
 from pallas_fa.backends.hopper.backward import backward as hopper_backward
 from pallas_fa.backends.hopper.backward.choose import choose as hopper_choose_backward
-from pallas_fa.backends.hopper.backward.plan import passes as hopper_passes
+from pallas_fa.backends.hopper.backward.choose import choose_passes as hopper_choose_passes
 from pallas_fa.backends.hopper.backward.table import BackwardFacts as HopperBackwardFacts
 from pallas_fa.backends.hopper.backward.table import backward_configs as hopper_backward_configs
 from pallas_fa.backends.hopper.config import Config as HopperConfig
@@ -77,6 +77,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
                 yield from _hopper_long(gpu, head_dim, causal)
     if gpu.compute_capability == "9.0":
         yield _hopper_latent(gpu)
+        for causal in (False, True):
+            yield from _hopper_smaller_values(gpu, causal)
 
 
 def _arrays(head_dim):
@@ -235,15 +237,32 @@ def _hopper_dropout(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     dropped = functools.partial(_with_dropout, causal)
     yield _hopper_chosen(gpu, "dropout", causal, dropped, x, x, x)
-    problem = _problem_of(dropped, x, x, x)
-    (kind,) = hopper_passes(problem)
+    yield _hopper_one_pass(gpu, "dropout", causal, dropped, x, x, row)
+
+
+def _hopper_one_pass(gpu, name, causal, normalised, x, v, row):
+    """The backward of what `normalised` returns of q and k like `x`, and v, with the tiles chosen for its one pass."""
+    problem = _problem_of(normalised, x, x, v)
+    (kind,) = hopper_choose_passes(problem, gpu)
     tiles = hopper_choose_backward(problem, kind, gpu).config
 
     def pull_back(q, k, v, out, lse, d_out, d_lse):
-        problem, operands = dropped(q, k, v)
+        problem, operands = normalised(q, k, v)
         return hopper_backward.backward(problem, Residuals(operands, out, lse), d_out, d_lse, gpu)
 
-    yield Call("hopper backward, dropout", head_dim, tiles, causal, pull_back, (x, x, x, x, row, x, row))
+    return Call(f"hopper backward, {name}", x.shape[-1], tiles, causal, pull_back, (x, x, v, v, row, v, row))
+
+
+def _hopper_smaller_values(gpu, causal):
+    """Of latent attention in training: queries and keys of 192, values of 128."""
+    (x, row), (v, _) = _arrays(192), _arrays(128)
+    plain = lambda q, k, v, config=None: normalise(q, k, v, is_causal=causal, config=config)
+    yield _hopper_chosen(gpu, "values of 128", causal, plain, x, x, v)
+    (kind,) = hopper_choose_passes(_problem_of(plain, x, x, v), gpu)
+    facts = HopperBackwardFacts(kind.gives, 192, 128, 192, T, T, B * N, 1, causal, False, False, split=False)
+    for tiles in hopper_backward_configs(facts, gpu):
+        named = functools.partial(plain, config=HopperConfig(backward=tiles))
+        yield _hopper_one_pass(gpu, "values of 128", causal, named, x, v, row)
 
 
 def _with_dropout(causal, q, k, v):

@@ -88,8 +88,8 @@ class BackwardConfig:
     """Tiles of one pass of the backward kernel.
 
     A CTA holds a block of one sequence, the stationary one, and loops over tiles of the other, the streamed one: keys and
-    queries, or queries and keys in the pass for dQ alone. `ds_stages`, `first_store`, `store_warps`, `stagger`, `by_tile`
-    and `dk_last` are for a pass that adds dQ up.
+    queries, or queries and keys in the pass for dQ alone. `ds_stages`, `first_store`, `store_warps`, `stagger`, `by_tile`,
+    `p_before_dp` and `dk_last` are for a pass that adds dQ up.
 
     Args:
       compute_wgs: compute warpgroups of a CTA; each holds 64 stationary positions.
@@ -107,6 +107,9 @@ class BackwardConfig:
         head.
       statistics_last: row statistics are added to the results of the matmuls, which need not wait for them; else
         accumulators start at them. Where no element is tested for padding.
+      p_before_dp: P is rounded, and the matmul for dV issued, before that for dP, so that registers hold one tile of logits
+        in float32; the matmul for dK takes dS from shared memory. For a pass that gives all three gradients, where
+        `BackwardPlan.p_before_dp` says so (evidence: backward/one-pass-at-192).
       dk_last: a step's matmul for dK is issued once its tile of dQ is staged; else before, and it is under way meanwhile
         (evidence: backward/dk-matmul-last).
       chunk_slots: 0: operands are streamed as whole tiles. Else the one of them that only products for logits read passes
@@ -127,6 +130,7 @@ class BackwardConfig:
     stagger: int = 0
     by_tile: bool = False
     statistics_last: bool = False
+    p_before_dp: bool = False
     dk_last: bool = False
     chunk_slots: int = 0
     persistent_ctas: int = 0

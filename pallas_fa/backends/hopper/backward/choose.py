@@ -20,9 +20,9 @@ from pallas_fa.problem import Problem
 
 def choose_passes(problem: Problem, gpu: Gpu) -> tuple[GradientPass, ...]:
     """Returns the passes that give all gradients: those with sums of dQ where their tiles fit shared memory."""
-    fused = passes_with_sums(problem)
-    if fused and all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in fused):
-        return fused
+    for fused in passes_with_sums(problem):
+        if all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in fused):
+            return fused
     return passes(problem)
 
 
@@ -58,7 +58,7 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
     configs = (named,) if named else backward_configs(facts, gpu)
     plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
     if len(kind.gives) > 1:
-        plans = [p for p in plans if not p.chunked]
+        plans = [p for p in plans if p.fits_registers and not p.chunked]
     if kind.fused and problem.dropout is not None and problem.dropout.aligned and not interpret:
         plans = [dataclasses.replace(p, shares_draws=shares) for p in plans for shares in (True, False)]
     return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk, p.tiles.streamed_qk)]

@@ -26,7 +26,7 @@ def passes(problem: Problem) -> tuple[GradientPass, ...]:
     """Returns the passes over the logits that give all gradients, whatever arrays mask and score have.
 
     One pass takes five matmuls, but it adds dQ up in no fixed order and can't sum gradients of arrays over keys. Two take
-    seven. Three take eight, which is what fits registers at head dims past 128 (evidence: backward/one-fused-kernel).
+    seven. Three take eight, which is what fits registers at any head dim (evidence: backward/one-fused-kernel).
     """
     if max(problem.H, problem.Hv) > 128:
         return GradientPass(("dv",)), GradientPass(("dk",)), GradientPass(("dq",))
@@ -35,14 +35,16 @@ def passes(problem: Problem) -> tuple[GradientPass, ...]:
     return (GradientPass(("dk", "dv", "dq")),)
 
 
-def passes_with_sums(problem: Problem) -> tuple[GradientPass, ...] | None:
-    """Returns two passes that take six matmuls where head dims past 128 leave registers for them; None elsewhere.
+def passes_with_sums(problem: Problem) -> tuple[tuple[GradientPass, ...], ...]:
+    """Returns passes to try before these, the fastest first, where head dims past 128 leave registers for them.
 
-    The pass for dK adds dQ up as the single one does, in no fixed order (evidence: backward/two-passes-at-192).
+    One pass takes five matmuls (evidence: backward/one-pass-at-192), two take six (evidence: backward/two-passes-at-192).
+    They add dQ up as the single pass up to 128 does, in no fixed order.
     """
     leaves_registers = 128 < problem.H <= 192 and problem.Hv <= 128
-    ordered = has_per_query_gradients(problem) or problem.deterministic_gradients
-    return (GradientPass(("dv",)), GradientPass(("dk", "dq"))) if leaves_registers and not ordered else None
+    if not leaves_registers or has_per_query_gradients(problem) or problem.deterministic_gradients:
+        return ()
+    return (GradientPass(("dk", "dv", "dq")),), (GradientPass(("dv",)), GradientPass(("dk", "dq")))
 
 
 class Padding(NamedTuple):
@@ -101,6 +103,20 @@ class BackwardPlan(BackwardCore):
         is_alone = len(self.kind.gives) == 3
         tests_padding = self.padding.behind_mask if is_alone else self.padding != Padding()
         return self.config.statistics_last and not self.chunked and not tests_padding
+
+    @property
+    def p_before_dp(self) -> bool:
+        """Whether P is rounded before dP is computed, so that logits need not be kept (see `BackwardConfig`).
+
+        Where dS is the rounded P times dP in every element.
+        """
+        from_p_alone = not (self.scored or self.padding.behind_mask or self.problem.dropout is not None)
+        return self.config.p_before_dp and len(self.kind.gives) == 3 and from_p_alone and not self.splits
+
+    @property
+    def fits_registers(self) -> bool:
+        """Whether a warpgroup has registers for the gradients that the pass accumulates, beside tiles of logits."""
+        return self.p_before_dp or len(self.kind.stored) == 1 or max(self.problem.H, self.problem.Hv) <= 128
 
     @property
     def scales_ds(self) -> bool:

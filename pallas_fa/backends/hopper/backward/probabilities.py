@@ -11,14 +11,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.gradient_tile import TileOfLogits, TilePlace
 from pallas_fa.backends.gpu.layouts import PER_COLUMN, PER_ROW, TILE
+from pallas_fa.backends.gpu.registers import rounded
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward import chunks
 from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_streamed
-from pallas_fa.backends.hopper.backward.warpgroup import Slots, Warpgroup
+from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 
 
 def probabilities(
-    w: Warpgroup, at: TilePlace, rows: Any, slots: Slots, sums: tuple[Any, ...], done: Any
+    w: Warpgroup,
+    at: TilePlace,
+    rows: Any,
+    slots: Slots,
+    sums: tuple[Any, ...],
+    done: Any,
+    accs: Accumulators,
 ) -> tuple[Any, Any, tuple[Any, ...], dict[int, Any]]:
     """Returns (P, dS) as operands of matmuls, `sums` plus the score's gradients of this tile, and those of arrays [T, S].
 
@@ -27,6 +34,9 @@ def probabilities(
     The accumulators start at -lse / scale and -delta, so that P = exp2(scale log2(e) S) and dS = P dP need no subtraction.
     With a score, logits are scaled, scored and shifted in registers instead. With `statistics_last`, statistics are added
     to what the matmuls give: S = K Q^T starts once Q is there, and they are loaded while it is under way.
+
+    With `p_before_dp`, P is rounded, and the matmul that adds to dV issued, before that for dP, so that S and dP take
+    registers one after the other.
     """
     plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
     problem, shape, scale = plan.problem, (64, plan.config.width), plan.problem.scale
@@ -47,7 +57,7 @@ def probabilities(
         # Both start before the first matmul: ptxas would make them wait for it.
         if not plan.scored and not statistics_last:
             s_acc[...] = statistic("neg_lse", slots.qk)
-        if kind.accumulates_qk and plan.delta_first:
+        if dp_acc is not None and plan.delta_first:
             dp_acc[...] = statistic("delta", slots.pv)
         if plan.chunked:
             chunks.products(w, done, rows, slots.qk, {"qk": s_acc} | ({"pv": dp_acc} if kind.accumulates_qk else {}))
@@ -56,9 +66,25 @@ def probabilities(
         if statistics_last:
             w.wait_for_pv(slots)
             zero_streamed(w, at, slots, "pv")
+        if plan.p_before_dp:
+            _, p = tile_and_p(wgmma.result(s_acc, in_flight=0))
+            if whole_step:
+                w.release_array_tiles(slots)
+            return rounded(p, problem.dtype, plan.interpret)
         if statistics_last and kind.accumulates_qk:
             return wgmma.scoped(functools.partial(after_logits, s_acc), shape)
         return after_logits(s_acc, dp_acc)
+
+    def after_p(p, dp_acc):
+        if plan.delta_first:
+            dp_acc[...] = statistic("delta", slots.pv)
+        streamed_pv = w.streamed_pv.at[slots.pv]
+        wgmma.weighted_sums(accs.pv, (p,), streamed_pv)
+        wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
+        dp = wgmma.result(dp_acc, in_flight=0)
+        dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
+        ds = products.operand(problem, p.astype(jnp.float32) * dp)
+        return (p,), _padded(w, at, ds), sums, {}
 
     def after_logits(s_acc, dp_acc: Any):
         issued = 0
@@ -66,16 +92,19 @@ def probabilities(
             issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), w.streamed_pv.at[slots.pv])
         return after_products(s_acc, dp_acc, issued)
 
-    def after_products(s_acc, dp_acc: Any, issued):
-        kept = at.kept(plan, w.memory_of_draw(done) if plan.shares_draws else None)
-        s = wgmma.result(s_acc, in_flight=issued)
+    def tile_and_p(s):
         if not waits_first:
             w.wait_for_array_tiles(slots)
         tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots))
         if not whole_step:
             w.release_array_tiles(slots)
         p = _exponentials(plan, tile, s, lambda: statistic("neg_lse", slots.qk))
-        p = tile.zero_where_masked(p)
+        return tile, tile.zero_where_masked(p)
+
+    def after_products(s_acc, dp_acc: Any, issued):
+        kept = at.kept(plan, w.memory_of_draw(done) if plan.shares_draws else None)
+        s = wgmma.result(s_acc, in_flight=issued)
+        tile, p = tile_and_p(s)
         kept_p = p if kept is None else kept.select(p)
         p_operand = products.operand(problem, kept_p) if kind.accumulates_pv else None
         if not kind.accumulates_qk:
@@ -96,12 +125,17 @@ def probabilities(
         scores = plan.score_gradients
         by_array = dict(zip(scores.floats, gradients, strict=True))
         new_sums = tuple(old + by_array[i].sum(axis=1) for i, old in zip(scores.summed, sums, strict=True))
-        ds_operand = products.operand(problem, ds)
-        if plan.padding.ds:
-            ds_operand = tuple(zero_keys(w, part, at.n) for part in ds_operand)
+        ds_operand = _padded(w, at, products.operand(problem, ds))
         return p_operand, ds_operand, new_sums, {i: by_array[i] for i in scores.added}
 
+    if plan.p_before_dp:
+        return wgmma.scoped(functools.partial(after_p, wgmma.scoped(body, shape)), shape)
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
+
+
+def _padded(w, at, ds):
+    """The parts of dS, with zeros in the rows of keys past a length if dQ sums over them."""
+    return tuple(zero_keys(w, part, at.n) for part in ds) if w.plan.padding.ds else ds
 
 
 def _exponentials(plan, tile, s, neg_lse):

@@ -38,7 +38,7 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         w.wait_for_pv(slots)
         zero_streamed(w, at, slots, "qk", "pv")
 
-    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done)
+    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done, accs)
     if not plan.dq:
         wgmma.weighted_sums(accs.pv, p, streamed_pv)
         store_array_gradients(w, at, gradients)
@@ -50,18 +50,20 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
         return sums
 
     ds_smem = _ds_smem(w, done)
+    d_pv = () if plan.p_before_dp else accs.pv
     dv_first = plan.problem.mask is not None or plan.statistics_last  # evidence: backward/dv-matmul-first
     dv_first = dv_first or bool(gradients)
     if dv_first:
-        wgmma.weighted_sums(accs.pv, p, streamed_pv)
+        wgmma.weighted_sums(d_pv, p, streamed_pv)
     store_array_gradients(w, at, gradients)
     for smem, part in zip(ds_smem, ds, strict=True):
         smem[rows] = part
     if not dv_first:
-        wgmma.weighted_sums(accs.pv, p, streamed_pv)
+        wgmma.weighted_sums(d_pv, p, streamed_pv)
     fence_async_proxy(plan.interpret)
     w.barriers["wgs_meet"].wait()
-    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, [x.at[rows] for x in ds_smem] if plan.splits else ds, slots)
+    ds_of_dk = [x.at[rows] for x in ds_smem] if plan.splits or plan.p_before_dp else ds
+    _stage_dq(w, plan.dq, wg, done, ds_smem, accs.qk, ds_of_dk, slots)
     wgmma.wait(0)  # dK is done
     w.release_qk(slots)
     return sums
@@ -75,7 +77,7 @@ def _step_of_chunks(w, at, done, sums, accs):
     rows, slots = pl.ds(again(w.row_group) * 64, 64), Slots(slot, slot, 0)
     if "beside_ready" in w.scratch:
         plgpu.barrier_wait(w.scratch["beside_ready"].at[slot])
-    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done)
+    p, ds, sums, gradients = probabilities(w, at, rows, slots, sums, done, accs)
     chunks.wait_for_whole_tile(w, slot)
     if plan.padding.streamed and at.is_boundary:
         w.barriers["wgs_meet"].wait()  # no warpgroup reads the tile for its logits any more

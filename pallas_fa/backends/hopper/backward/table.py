@@ -69,6 +69,9 @@ _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
 _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 
+_UNGROUPED: dict[str, Any] = dict(group=1, visit_table=False)
+_LONG: dict[str, Any] = dict(length=at_least(8193), **_UNGROUPED)
+
 FIRST_STORE = Table(
     "backward/first-store",
     Row(True, visit_table=True),
@@ -92,7 +95,17 @@ BY_TILE = Table(
 L2_HEAD_GROUP = Table(
     "backward/l2-head-grouping",
     Row(16, group=at_least(2)),
-    Row(16, masked=True, visit_table=False, length=at_least(2049)),
+    Row(4, windowed=True, length=at_least(2049), **_UNGROUPED),
+    Row(1, **_LONG),
+    Row(2, length=at_least(4097), **_UNGROUPED),
+    Row(4, length=at_least(2049), **_UNGROUPED),
+    Row(8),
+)
+# Past 128.
+LARGE_L2_HEAD_GROUP = Table(
+    "backward/l2-head-grouping",
+    Row(1, windowed=False, **_LONG),
+    Row(4, visit_table=False, length=at_least(4097)),
     Row(8),
 )
 STATISTICS_LAST = Table(
@@ -109,8 +122,13 @@ STATISTICS_LAST = Table(
     Row(True),
 )
 # Of the fused pass at H=64.
-_LONG: dict[str, Any] = dict(group=1, visit_table=False, length=at_least(8193))
-WIDE_L2_HEAD_GROUP = Table("backward/l2-head-grouping", Row(1, masked=True, **_LONG), Row(32))
+WIDE_L2_HEAD_GROUP = Table(
+    "backward/l2-head-grouping",
+    Row(1, **_LONG),
+    Row(2, windowed=False, length=at_least(4097), **_UNGROUPED),
+    Row(4, windowed=False, visit_table=False, length=at_least(8193)),
+    Row(32),
+)
 WIDE_STAGGER = Table("backward/stagger", Row(7, masked=False, **_LONG), Row(0))
 
 _PLAIN: dict[str, Any] = dict(group=1, scored=False, dropout=False)
@@ -164,6 +182,16 @@ _NARROW = Choice(
     ),
     _NARROW_OPTIONS,
     _SMALL,
+)
+_ONE_AT_192 = Choice(
+    (
+        BackwardConfig(2, 64, (2, 1), p_before_dp=True),
+        BackwardConfig(2, 64, ds_stages=1, p_before_dp=True),
+        BackwardConfig(2, 64, (2, 1), 1, p_before_dp=True),
+        BackwardConfig(2, 64, (1, 1), 1, p_before_dp=True),
+    ),
+    _NARROW_OPTIONS,
+    (),
 )
 _SUMS_AT_192 = Choice(
     (
@@ -223,10 +251,9 @@ TILES = Table(
     Row(_NARROW, **_H128, gives=_KEYS),
     Row(_NARROW, head_dim=128, value_dim=up_to(128), gives=_FUSED),
     Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
-    # Past 128, only one gradient of a pass fits a warpgroup's registers.
-    Row(Choice((), {}, ()), "backward/one-fused-kernel", gives={_FUSED, _KEYS}),
+    Row(_ONE_AT_192, "backward/one-pass-at-192", gives=_FUSED),
     Row(_SUMS_AT_192, "backward/two-passes-at-192", gives=_WITHOUT_DV),
-    Row(Choice(_LARGE, dict(statistics_last=STATISTICS_LAST), ()), **_H256),
+    Row(Choice(_LARGE, dict(statistics_last=STATISTICS_LAST, l2_head_group=LARGE_L2_HEAD_GROUP), ()), **_H256),
     Row(Choice((), {}, _CHUNKED), "backward/wide-heads"),
 )
 

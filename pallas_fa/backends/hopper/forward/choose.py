@@ -49,6 +49,7 @@ def _facts(problem):
         window=_window(problem),
         window_keys=_window_keys(problem),
         dropout=problem.dropout is not None,
+        group=problem.group,
     )
 
 

@@ -30,6 +30,7 @@ class ForwardFacts(NamedTuple):
     window: keys that a query sees at most, where the mask is a window of ints on both sides and there is no score; else 0.
     window_keys: keys that a block of 128 grouped rows sees in a window; 0 where rows may not be grouped.
     dropout: there is dropout.
+    group: query heads of a key head.
     """
 
     head_dim: int
@@ -46,6 +47,7 @@ class ForwardFacts(NamedTuple):
     window: int = 0
     window_keys: int = 0
     dropout: bool = False
+    group: int = 1
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
@@ -165,6 +167,13 @@ PERSISTENT = Table(
     Row(False),
 )
 
+# Where it is not what the tiles say.
+L2_HEAD_GROUP = Table(
+    "forward/l2-head-grouping",
+    Row(1, visit_table=False, windowed=False, group=1, length=at_least(8193)),
+    Row(None),
+)
+
 # How many pairs of query blocks a CTA may process: the one of these that takes least time is chosen.
 PAIRS = Table(
     "forward/q-blocks-per-cta",
@@ -200,7 +209,8 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
         rounds = -(-facts.heads * -(-blocks // of_each) // gpu.multiprocessors)
         return rounds * (of_each + _CTA_START)
 
-    best = dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time))
+    heads = L2_HEAD_GROUP.find(facts) or best.l2_head_group
+    best = dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time), l2_head_group=heads)
     persistent = PERSISTENT.find(facts)
     if not persistent or (persistent == "pairs" and not best.q_block_pairs):
         return best, *others
