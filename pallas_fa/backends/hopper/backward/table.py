@@ -95,10 +95,10 @@ BY_TILE = Table(
 L2_HEAD_GROUP = Table(
     "backward/l2-head-grouping",
     Row(16, group=at_least(2)),
-    Row(4, windowed=True, length=at_least(2049), **_UNGROUPED),
+    Row(16, masked=True, visit_table=False, length=Span(2049, 4096)),
+    Row(4, windowed=True, length=at_least(4097), **_UNGROUPED),
     Row(1, **_LONG),
     Row(2, length=at_least(4097), **_UNGROUPED),
-    Row(4, length=at_least(2049), **_UNGROUPED),
     Row(8),
 )
 # Past 128.
