@@ -169,6 +169,26 @@ AT_192 = {
 }
 
 
+def _head_parts(parts, tiles=None, deterministic=False, **case):
+    config = Config(backward=BackwardConfig(head_parts=parts, **(tiles or {})))
+    case = dataclasses.replace(BASE, **dict(T=136, S=200, N=4, K=1, H=64, Hv=64) | case)
+    return case, {"config": config, "deterministic_gradients": deterministic}
+
+
+# The query heads of a key head are in parts.
+HEAD_PARTS = {
+    "causal": _head_parts(2, mask="causal"),
+    "lengths, a part for each": _head_parts(4, mask="lengths", batch=(2,)),
+    "several key heads": _head_parts(2, N=8, K=2, H=96, Hv=80, mask="window_causal"),
+    "deterministic, dropout, scores": _head_parts(2, deterministic=True, mask="causal", score="bias", dropout=0.3),
+    "head dim 192, float16": _head_parts(
+        4, dict(stages=(2, 1), p_before_dp=True), H=192, Hv=128, mask="segments", dtype="float16"
+    ),
+    "shared columns": _head_parts(2, dict(stages=(1, 1), chunk_slots=4), H=320, Hv=128, mask="causal"),
+    "float32": _head_parts(2, dict(compute_wgs=1, stages=(1, 1), ds_stages=1), mask="causal", dtype="float32"),
+}
+
+
 def problem_of(case, keywords, qkv=None):
     inputs = case.inputs()
     return normalise(*(qkv or inputs.qkv), **inputs.keywords(inputs.arrays), **keywords)

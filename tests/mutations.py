@@ -34,6 +34,7 @@ FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 COLUMNS = "tests/test_kernel_interpreted.py -k arrays_of_queries"
 SPLIT = "tests/test_kernel_interpreted.py -k split_heads"
 BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
+HEAD_PARTS = "tests/test_backward_interpreted.py -k head_parts"
 AT_192 = "tests/test_backward_interpreted.py -k head_dim_192"
 LOWERED_192 = "tests/test_backward_lowering.py -k head_dim_192"
 BLOCKS = "tests/test_block_masks.py"
@@ -121,6 +122,8 @@ MUTATIONS = (
     Mutation("backends/gpu/gradient_tile.py", "jnp.where(self.allowed, x, 0.0)", "x", BACKWARD),
     Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
+    Mutation("backends/hopper/backward/load.py", "if self.plan.has_head_parts else head", "if False else head", HEAD_PARTS),
+    Mutation("backends/hopper/backward/order.py", "self.problem.dims.N // self.heads", "self.problem.group", HEAD_PARTS),
     Mutation("backends/hopper/backward/step.py", "() if plan.p_before_dp else accs.pv", "accs.pv", AT_192),
     Mutation("backends/hopper/backward/plan.py", "self.scored or self.padding.behind_mask", "self.scored", LOWERED_192),
     Mutation("backends/hopper/backward/step.py", "if plan.config.dk_last:", "if False:", BACKWARD),

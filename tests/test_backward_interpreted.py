@@ -23,6 +23,7 @@ from tests.interpreted_backward import (
     BASE,
     CASES,
     GPU,
+    HEAD_PARTS,
     WIDE,
     interpreted,
     is_right_and_free_of_races,
@@ -40,6 +41,11 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
 @pytest.mark.parametrize("name", AT_192)
 def test_head_dim_192_is_right_and_free_of_races(name):
     is_right_and_free_of_races(*AT_192[name])
+
+
+@pytest.mark.parametrize("name", HEAD_PARTS)
+def test_head_parts_are_right_and_free_of_races(name):
+    is_right_and_free_of_races(*HEAD_PARTS[name])
 
 
 @pytest.mark.parametrize(("T", "keywords"), [(300, ()), (100, ("query_seq_lengths",))], ids=["keys", "both, one tile"])

@@ -117,6 +117,15 @@ def test_options_of_a_config_lower(option, mask):
     assert lower_backward(case, config=Config(backward=BackwardConfig(**option))) == 1
 
 
+def test_head_parts_lower_where_they_divide_the_query_heads():
+    case = dataclasses.replace(LOWERED, N=8, K=2, H=128, Hv=128, mask="causal")
+    assert lower_backward(case, config=Config(backward=BackwardConfig(head_parts=4))) == 1
+    with pytest.raises(NotImplementedError, match="head_parts=3 of config= does not divide the 4 query heads"):
+        lower_backward(case, config=Config(backward=BackwardConfig(head_parts=3)))
+    with pytest.raises(ValueError, match="head_parts=0 must be at least 1"):
+        BackwardConfig(head_parts=0)
+
+
 def test_deterministic_gradients_take_passes_without_additions():
     assert lower_backward(dataclasses.replace(LOWERED, mask="causal"), deterministic_gradients=True) == 2
     with pytest.raises(NotImplementedError, match="in no fixed order"):

@@ -280,6 +280,27 @@ def test_head_dim_192_is_accurate(case, check):
     check(case, "mosaic_gpu", gradients=True)
 
 
+# Query heads of a key head in parts, each with CTAs of its own.
+HEAD_PARTS = tuple(
+    (Case(1000, 1024, mask, "plain", dtype, N=8, K=K, H=H, Hv=Hv), BackwardConfig(head_parts=parts, **tiles))
+    for mask, dtype, K, H, Hv, parts, tiles in (
+        ("causal", "bfloat16", 1, 128, 128, 8, {}),
+        ("causal", "bfloat16", 2, 128, 96, 2, {}),
+        ("full", "float16", 1, 64, 64, 4, dict(width=128, dk_last=True, store_warps=1)),
+        ("lengths", "bfloat16", 1, 192, 128, 4, dict(stages=(2, 1), p_before_dp=True)),
+        ("packed", "bfloat16", 1, 256, 256, 4, dict(stages=(1, 1))),
+        ("causal", "bfloat16", 1, 320, 320, 4, dict(stages=(1, 1), chunk_slots=4)),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiles"), HEAD_PARTS, ids=[f"{case}-{tiles.head_parts}" for case, tiles in HEAD_PARTS]
+)
+def test_head_parts_are_accurate(case, tiles, check):
+    check(case, "mosaic_gpu", gradients=True, config=Config(backward=tiles))
+
+
 @pytest.mark.parametrize("growth", (2, 9, 62, 300))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

@@ -68,9 +68,13 @@ def test_interpreted_forward(name):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-@pytest.mark.parametrize("name", ("unequal head dims", "empty rows", "head dim 256"))
+BACKWARD = {name: interpreted_backward.CASES[name] for name in ("unequal head dims", "empty rows", "head dim 256")}
+BACKWARD["query heads in parts"] = interpreted_backward.HEAD_PARTS["several key heads"]
+
+
+@pytest.mark.parametrize("name", BACKWARD)
 def test_interpreted_backward(name):
-    case, keywords = interpreted_backward.CASES[name]
+    case, keywords = BACKWARD[name]
     problem, operands = interpreted_backward.problem_of(case, keywords)
     out, lse, d_out, d_lse = interpreted_backward.residuals_of(case, problem, operands)
     want, _ = interpreted_backward.interpreted(problem, operands, out, lse, d_out, d_lse)

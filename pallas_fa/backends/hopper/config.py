@@ -118,6 +118,9 @@ class BackwardConfig:
       persistent_ctas: CTAs that process key blocks one after the other: the loads of each overlap the block before. 0: a CTA
         for each block. For passes that hold keys, without `chunk_slots`.
       by_tickets: such a CTA takes the first block that none has begun; else blocks are dealt out in turn.
+      head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
+        adds up. For calls whose blocks of keys do not fill the GPU. A divisor of the number of these heads; for passes that
+        hold keys.
     """
 
     compute_wgs: int = 2
@@ -135,6 +138,7 @@ class BackwardConfig:
     chunk_slots: int = 0
     persistent_ctas: int = 0
     by_tickets: bool = False
+    head_parts: int = 1
 
     def __post_init__(self):
         check_types(self)
@@ -156,6 +160,8 @@ class BackwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.persistent_ctas < 0:
             raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
+        if self.head_parts < 1:
+            raise ValueError(f"head_parts={self.head_parts} must be at least 1, for all query heads in one part.")
 
     @property
     def rows(self) -> int:

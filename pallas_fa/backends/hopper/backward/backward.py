@@ -20,7 +20,7 @@ from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward import tickets
+from pallas_fa.backends.hopper.backward import head_parts, tickets
 from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
@@ -33,6 +33,9 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
+    named = problem.config and problem.config.backward
+    if named and problem.group % named.head_parts:
+        return f"head_parts={named.head_parts} of config= does not divide the {problem.group} query heads of a key head"
     for kind in choose_passes(problem, gpu):
         plans = candidates(problem, kind, gpu)
         if not plans:
@@ -97,6 +100,8 @@ def _run(
     added = [jax.new_ref(x) for x in (*starts, *zeros)]
     B, T, S, N = problem.dims.B, problem.dims.T, problem.dims.S, problem.dims.N
     shapes = dict(dq=(B, T, N, problem.H), dk=(B, S, problem.K, problem.H), dv=(B, S, problem.K, problem.Hv))
+    type_of = lambda name: jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype)
+    of_stationary = head_parts.types(plan) if plan.has_head_parts else map(type_of, plan.kind.stored)
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
         kernel(plan, *refs, **scratch)
@@ -111,7 +116,7 @@ def _run(
         *added,
         out_type=(
             *((jax.ShapeDtypeStruct(dq.shape, dq.dtype),) if dq and dq.is_result else ()),
-            *(jax.ShapeDtypeStruct(ordered(problem.layout, shapes[name]), problem.dtype) for name in plan.kind.stored),
+            *of_stationary,
             *stored,
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
@@ -130,6 +135,8 @@ def _run(
     of_arrays |= dict(zip(of_arrays, added, strict=True))
     of_arrays |= dict(zip(plan.array_results, results[count:], strict=False))
     del results[count : count + len(stored)]
+    if plan.has_head_parts:
+        results[:count] = (head_parts.merged(plan, *x) for x in zip(plan.kind.stored, results, strict=False))
     return found | plan.gradients(operands, results, [of_arrays[i] for i in scores.added])
 
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import PER_ROW
-from pallas_fa.backends.hopper.backward import work
+from pallas_fa.backends.hopper.backward import head_parts, work
 from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_stationary
 from pallas_fa.backends.hopper.backward.scale_ds import scale_stationary, times
 from pallas_fa.backends.hopper.backward.step import skip, step
@@ -77,17 +77,22 @@ def _store(w, d_qk, d_pv):
     plan, block, stores = w.plan, w.block, []
     qk_scale = w.qk_scale if d_qk else None  # long before it is used: it may come from device memory
     if plan.padding.gradients:  # the query heads of a key head have the same keys
-        first_head = block.head * plan.problem.group
+        first_head = block.head * plan.order.group
         d_qk, d_pv = ([zero_keys(w, x, first_head) for x in given] for given in (d_qk, d_pv))
+    d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
+    d_qk = [times(x, qk_scale) for x in d_qk]
+    if plan.has_head_parts:
+        for name in plan.kind.stored:
+            head_parts.store(w, name, dict(dk=d_qk, dv=d_pv)[name])
+        return
     if plan.splits or plan.column_parts > 1:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
     if d_pv:  # else no other warpgroup reads these rows
-        d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
         stores.append((*_stage(w, "stationary_pv", w.stationary_pv_name, d_pv), "dv"))
     if d_qk:
         if plan.dq and not plan.splits:
             w.barriers["wgs_meet"].wait()  # no warpgroup reads keys any more
-        staged = _stage(w, "stationary_qk", "stationary_qk", [times(x, qk_scale) for x in d_qk])
+        staged = _stage(w, "stationary_qk", "stationary_qk", d_qk)
         stores.append((*staged, "dk" if plan.kind.keys_stationary else "dq"))
     plgpu.commit_smem()
     for tiles, smem, gradient in stores:

@@ -31,8 +31,13 @@ class Order:
 
     @property
     def heads(self) -> int:
-        """Stationary heads of one batch entry."""
-        return self.problem.K if self.kind.keys_stationary else self.problem.dims.N
+        """Stationary heads of one batch entry; a key head is one for each part of its query heads."""
+        return self.problem.K * self.config.head_parts if self.kind.keys_stationary else self.problem.dims.N
+
+    @property
+    def group(self) -> int:
+        """Query heads of a stationary head."""
+        return self.problem.dims.N // self.heads
 
     @functools.cached_property
     def grid(self) -> Grid:
@@ -116,7 +121,7 @@ class Order:
         so there must be nothing of the kind.
         """
         problem = self.problem
-        of_group = self.kind.fused and problem.group > 1 and problem.mask is not None
+        of_group = self.kind.fused and self.group > 1 and problem.mask is not None
         heads, at_once = problem.dims.B * self.heads, self._heads_at_once
         fills = at_once > 1 and (heads <= at_once or heads % at_once == 0)
         per_head = self.score_gradients.summed or self.arrays.of_kind("scalar")

@@ -142,6 +142,11 @@ class BackwardPlan(BackwardCore):
         return bound is not None and bound <= 100
 
     @property
+    def has_head_parts(self) -> bool:
+        """Whether the query heads of a key head are in parts, each with CTAs of its own (see `head_parts`)."""
+        return self.kind.keys_stationary and self.config.head_parts > 1
+
+    @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several stationary blocks, one after the other."""
         return self.order.persistent
