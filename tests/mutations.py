@@ -123,6 +123,7 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
     Mutation("backends/hopper/backward/load.py", "if self.plan.has_head_parts else head", "if False else head", HEAD_PARTS),
+    Mutation("backends/hopper/backward/order.py", "head_parts, self.problem.group)", "head_parts, 64)", HEAD_PARTS),
     Mutation("backends/hopper/backward/order.py", "self.problem.dims.N // self.heads", "self.problem.group", HEAD_PARTS),
     Mutation("backends/hopper/backward/step.py", "() if plan.p_before_dp else accs.pv", "accs.pv", AT_192),
     Mutation("backends/hopper/backward/plan.py", "self.scored or self.padding.behind_mask", "self.scored", LOWERED_192),

@@ -48,6 +48,14 @@ def test_head_parts_are_right_and_free_of_races(name):
     is_right_and_free_of_races(*HEAD_PARTS[name])
 
 
+@pytest.mark.parametrize("N", [1, 2, 6])
+def test_head_parts_of_a_devices_share_of_the_heads(N):
+    """It may have fewer query heads of a key head than the call for which the tiles were named: then fewer parts."""
+    case, keywords = HEAD_PARTS["lengths, a part for each"]
+    not_asked = lambda problem, gpu: None  # of the call, before its heads are shared out
+    is_right_and_free_of_races(dataclasses.replace(case, N=N), keywords, why_no_backward=not_asked)
+
+
 @pytest.mark.parametrize(("T", "keywords"), [(300, ()), (100, ("query_seq_lengths",))], ids=["keys", "both, one tile"])
 def test_a_cta_that_holds_all_keys_of_a_head_writes_all_of_dq(T, keywords):
     """Also where there are none: nothing is zeroed before. What lies in padding is NaN."""

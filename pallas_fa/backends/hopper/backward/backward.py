@@ -2,7 +2,7 @@
 
 FlashAttention-3 (Shah et al., arXiv 2407.08608) in Pallas: in the usual case, five matmuls in one kernel. A CTA holds one
 key block of one key head. It loops over the query heads that share the key head and, for each, over the tiles of queries
-that the mask lets see the block. dK and dV stay in registers; dQ is added up in device memory. Large head dims, and
+that the mask lets see the block. dK and dV stay in registers; dQ is added up in device memory. Most head dims past 128, and
 gradients that must be the same bit for bit, take two or three passes without such additions (`choose.choose_passes`).
 """
 

@@ -40,8 +40,7 @@ def store(w: Warpgroup, name: str, chunks: Sequence[Any]) -> None:
 
 def merged(plan: BackwardPlan, name: str, parts: Any) -> Any:
     """Returns the gradient `name` in the problem's layout and dtype, from what the kernel stored."""
-    dims, K = plan.problem.dims, plan.problem.K
-    columns = plan.problem.H if name == "dk" else plan.problem.Hv
-    x = parts.reshape(dims.B, K, plan.order.heads // K, *parts.shape[2:]).sum(axis=2)
+    dims, columns = plan.problem.dims, getattr(plan.tiles, _OPERAND[name]).dim
+    x = parts.reshape(dims.B, plan.problem.K, plan.order.head_parts, *parts.shape[2:]).sum(axis=2)
     x = x[:, :, : dims.S, :columns].astype(plan.problem.dtype)
     return jnp.swapaxes(x, 1, 2) if plan.problem.layout == "BTNH" else x

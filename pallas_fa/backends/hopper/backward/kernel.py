@@ -5,7 +5,8 @@ step by step. One or two others add tiles of dQ to device memory, one more may a
 warpgroups hold 64 stationary positions each; the following is for keys, and a pass for dQ alone has the roles of queries
 and keys exchanged. In a step they compute S^T = K Q^T and dP^T = V dO^T. P^T and dS^T stay in registers as left operands
 of dV += P^T dO and dK += dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of
-all warpgroups.
+all warpgroups. Where registers are short, S and dP take them one after the other, and dK's matmul, too, reads dS^T there
+(`p_before_dp`).
 """
 
 from typing import Any

@@ -144,7 +144,7 @@ class BackwardPlan(BackwardCore):
     @property
     def has_head_parts(self) -> bool:
         """Whether the query heads of a key head are in parts, each with CTAs of its own (see `head_parts`)."""
-        return self.kind.keys_stationary and self.config.head_parts > 1
+        return self.order.head_parts > 1
 
     @property
     def several_blocks(self) -> bool:

@@ -101,7 +101,7 @@ L2_HEAD_GROUP = Table(
     Row(2, length=at_least(4097), **_UNGROUPED),
     Row(8),
 )
-# Past 128.
+# Of passes past 128 that add no dQ up.
 LARGE_L2_HEAD_GROUP = Table(
     "backward/l2-head-grouping",
     Row(1, windowed=False, **_LONG),
@@ -183,16 +183,6 @@ _NARROW = Choice(
     _NARROW_OPTIONS,
     _SMALL,
 )
-_ONE_AT_192 = Choice(
-    (
-        BackwardConfig(2, 64, (2, 1), p_before_dp=True),
-        BackwardConfig(2, 64, ds_stages=1, p_before_dp=True),
-        BackwardConfig(2, 64, (2, 1), 1, p_before_dp=True),
-        BackwardConfig(2, 64, (1, 1), 1, p_before_dp=True),
-    ),
-    _NARROW_OPTIONS,
-    (),
-)
 _SUMS_AT_192 = Choice(
     (
         BackwardConfig(2, 64, (2, 1)),
@@ -202,6 +192,9 @@ _SUMS_AT_192 = Choice(
     ),
     _NARROW_OPTIONS,
     (),
+)
+_ONE_AT_192 = _SUMS_AT_192._replace(
+    tuned=tuple(dataclasses.replace(config, p_before_dp=True) for config in _SUMS_AT_192.tuned)
 )
 _SHORT = BackwardConfig(1, 64), BackwardConfig(1, 64, (1, 1), 1)
 _SPLIT_OPTIONS = dict(l2_head_group=L2_HEAD_GROUP, store_warps=STORE_WARPS, stagger=STAGGER)
