@@ -55,6 +55,37 @@ def masked() -> list[Workload]:
     ]
 
 
+def grouped() -> list[Workload]:
+    """Few key heads for many query heads: as small batches have, and devices that share the heads of a model."""
+    device, llama, qwen = "Llama 3 70B on 8 devices", "Llama 3 8B, one sequence", "Qwen3 30B-A3B, one sequence"
+    shapes = (
+        (1, 1024, 8, 1, 128, device),
+        (1, 4096, 8, 1, 128, device),
+        (1, 16384, 8, 1, 128, device),
+        (1, 1024, 32, 8, 128, llama),
+        (1, 2048, 32, 8, 128, llama),
+        (1, 6144, 32, 8, 128, llama),
+        (1, 8192, 32, 4, 128, qwen),
+        (1, 16384, 32, 4, 128, qwen),
+        (2, 2048, 28, 4, 128, "Qwen2.5 7B"),
+        (1, 1024, 64, 8, 64, "gpt-oss, a layer without window"),
+        (2, 3072, 64, 8, 64, "gpt-oss, a layer without window"),
+        (4, 4096, 32, 1, 128, "one key head for all"),
+        (1, 8192, 8, 1, 256, "Gemma 2B"),
+    )
+    of = lambda B, S, N, K, H, whose, causal=True: self_attention(
+        f"h{H}-{'causal' if causal else 'full'}-{B}x{S}-{N}-on-{K}",
+        B=B,
+        S=S,
+        N=N,
+        K=K,
+        H=H,
+        causal=causal,
+        provenance=whose,
+    )
+    return [*(of(*shape) for shape in shapes), of(1, 4096, 8, 1, 128, "the same without mask", causal=False)]
+
+
 def as_many_keys() -> Workload:
     """A causal call whose queries see as many keys in the mean as those of the window in `masked`."""
     return self_attention("h128-causal-2048", B=8, S=2048, N=16, H=128, causal=True, provenance="as a window of 1024")

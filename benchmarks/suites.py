@@ -84,6 +84,13 @@ def suites() -> dict[str, Suite]:
         ),
         "hopper-alphafold": Suite(tuple(hopper_workloads.alphafold()), both, _GPU_MASKS, "jax.nn:cudnn"),
         "hopper-models": Suite(model_workloads(), both, ("jax.nn:cudnn", *_FA3_AND_OURS), "jax.nn:cudnn", chained=True),
+        "hopper-grouped": Suite(
+            tuple(hopper_workloads.grouped()),
+            ("backward",),
+            ("jax.nn:cudnn", *_FA3_AND_OURS),
+            "jax.nn:cudnn",
+            chained=True,
+        ),
         "hopper-relative": Suite(tuple(hopper_workloads.relative()), ("forward", "backward"), _GPU, "jax.nn:cudnn"),
         "float32": Suite(
             float32_workloads(), both, ("jax.nn:xla", "pallas_fa:mosaic_gpu", "pallas_fa:xla"), "jax.nn:xla"

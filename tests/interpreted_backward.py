@@ -180,6 +180,9 @@ HEAD_PARTS = {
     "causal": _head_parts(2, mask="causal"),
     "lengths, a part for each": _head_parts(4, mask="lengths", batch=(2,)),
     "several key heads": _head_parts(2, N=8, K=2, H=96, Hv=80, mask="window_causal"),
+    "one part": _head_parts(1, H=128, Hv=96, mask="causal"),
+    "one part, documents, dropout": _head_parts(1, mask="segments", score="soft_cap", dropout=0.3),
+    "tile after tile": _head_parts(2, dict(by_tile=True, l2_head_group=1), N=8, mask="causal"),
     "deterministic, dropout, scores": _head_parts(2, deterministic=True, mask="causal", score="bias", dropout=0.3),
     "head dim 192, float16": _head_parts(
         4, dict(stages=(2, 1), p_before_dp=True), H=192, Hv=128, mask="segments", dtype="float16"

@@ -17,7 +17,7 @@ from pallas_fa.problem import normalise
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "support.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
-B, T, S, N, K = 2, 256, 320, 8, 2
+B, T, S, N, K = 64, 256, 320, 8, 2  # a batch whose blocks fill a GPU
 IDS = (B, T), (B, S)
 _INT, _FLOAT = jnp.int32, jnp.float32
 

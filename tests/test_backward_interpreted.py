@@ -128,13 +128,12 @@ def test_heads_of_a_tile_before_the_next_tile(name):
     """In two sections of heads, one from the first tile up, one from the last tile down."""
     changes, option = BY_TILE[name]
     case = dataclasses.replace(WIDE, **(dict(batch=(2,), T=384, S=384, N=4, K=2, mask="causal") | changes))
-    keywords = {"config": Config(backward=BackwardConfig(by_tile=True, **option))}
-    gpu = dataclasses.replace(GPU, multiprocessors=6)
+    keywords = {"config": Config(backward=BackwardConfig(by_tile=True, l2_head_group=2, **option))}
     problem, _ = problem_of(case, keywords)
-    plan = choose(problem, passes(problem)[0], gpu, interpret=True)
+    plan = choose(problem, passes(problem)[0], GPU, interpret=True)
     assert plan.order.by_tile
     assert (plan.visits.blocks, plan.order.grid.l2_head_group) == (3, 2)
-    is_right_and_free_of_races(case, keywords, gpu)
+    is_right_and_free_of_races(case, keywords)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,17 +1,21 @@
 """What is static in a backward kernel: its passes, the order of its tiles, its configurations."""
 
 import dataclasses
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_fa.backends.hopper.backward.choose import choose, choose_passes
 from pallas_fa.backends.hopper.backward.plan import passes
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
+from pallas_fa.problem import normalise
 from tests.interpreted_backward import CASES, GPU, WIDE, problem_of
 
 
-def test_by_tile_only_where_sections_fill_the_gpu_once():
+def test_by_tile_only_where_visits_are_known_and_heads_have_nothing_of_their_own():
     def goes(S, **changes):
         case = dataclasses.replace(WIDE, T=S, S=S, **(dict(batch=(2,), N=64, K=8, mask="causal") | changes))
         problem, _ = problem_of(case, {})
@@ -23,8 +27,45 @@ def test_by_tile_only_where_sections_fill_the_gpu_once():
     assert not goes(4096, mask="full")
     assert not goes(4096, mask="segments")
     assert not goes(4096, score="alibi"), "a slope would have to be read in each step"
-    assert not goes(3072), "24 blocks of 16 heads are not a multiple of what fills 132"
-    assert not goes(16384), "a head fills the GPU alone"
+
+
+def problem_of_shapes(B, T, N, K, H, **keywords):
+    found = []
+    operands = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K, K))
+    jax.eval_shape(lambda *qkv: found.append(normalise(*qkv, **keywords)[0]), *operands)
+    return found[0]
+
+
+CAUSAL: dict[str, Any] = dict(is_causal=True)
+# (batch, T, N, K, H), mask, parts of the query heads of a key head, heads that run at once.
+ORDERS = {
+    "few key heads": ((1, 4096, 8, 1, 128), CAUSAL, 8, 8),
+    "no mask": ((2, 2048, 8, 1, 128), {}, 4, 1),
+    "a short batch of one": ((1, 1024, 32, 8, 128), CAUSAL, 4, 32),
+    "blocks of a head fill the GPU": ((1, 16384, 32, 4, 128), CAUSAL, 1, 1),
+    "blocks of four heads do": ((1, 4096, 32, 8, 128), CAUSAL, 1, 4),
+    "blocks of no number of heads do": ((1, 6144, 32, 8, 128), CAUSAL, 1, 4),
+    "a large batch": ((16, 4096, 32, 8, 128), CAUSAL, 1, 4),
+    "lengths are not known": ((1, 2048, 32, 8, 128), dict(key_value_seq_lengths=np.array([9]), **CAUSAL), 2, 16),
+    "a window": ((1, 8192, 8, 1, 128), dict(local_window_size=(1023, 0), **CAUSAL), 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_order_of_grouped_heads(name):
+    dims, mask, parts, at_once = ORDERS[name]
+    problem = problem_of_shapes(*dims, **mask)
+    (kind,) = choose_passes(problem, GPU)
+    plan = choose(problem, kind, GPU)
+    assert (plan.order.head_parts, plan.order.grid.l2_head_group) == (parts, at_once)
+    named = dataclasses.replace(problem, config=Config(backward=BackwardConfig()))
+    assert choose(named, kind, GPU).config == BackwardConfig()
+
+
+def test_passes_that_hold_queries_have_no_parts():
+    problem = problem_of_shapes(1, 4096, 8, 1, 128, deterministic_gradients=True, **CAUSAL)
+    parts = {kind.gives: choose(problem, kind, GPU).order.head_parts for kind in choose_passes(problem, GPU)}
+    assert parts == {("dk", "dv"): 8, ("dq",): 1}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -60,7 +101,7 @@ def test_memory_that_dropout_shares_costs_no_tile(dims, score):
 
 @pytest.mark.parametrize(("mask", "N", "warps"), [("full", 1, 1), ("causal", 1, 2), ("causal", 8, 1)])
 def test_one_warp_stores_where_blocks_differ_in_the_order_of_tiles(mask, N, warps):
-    problem, _ = problem_of(dataclasses.replace(WIDE, T=256, S=256, mask=mask, N=N), {})
+    problem = problem_of_shapes(1, 16384, N, 1, 128, is_causal=mask == "causal")
     plan = choose(problem, passes(problem)[0], GPU)
     assert plan.config.store_warps == 2
     assert plan.order.store_warps == warps

@@ -86,6 +86,11 @@ def largest_divisor(count: int, at_most: int) -> int:
     return max(d for d in range(1, min(count, at_most) + 1) if count % d == 0)
 
 
+def divisors(count: int) -> list[int]:
+    """Returns all divisors of `count`, the smallest first."""
+    return [d for d in range(1, count + 1) if count % d == 0]
+
+
 def quotient_and_remainder(x: Any, divisor: int) -> tuple[Any, Any]:
     """Returns both of an int32 x >= 0, in a kernel."""
     return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))

@@ -141,6 +141,15 @@ class StreamedVisits:
         sizes = part, self.stationary, size, self.tile
         return schedule.visits_of_blocks(ask, ask_full, *sizes, whole_only, at_least)
 
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """How many tiles each block visits, sequences at their full length; where that is not known while tracing, all."""
+        mask = without_lengths(self.mask)
+        if jax.tree.leaves(mask):
+            return np.full(self.blocks, self.tiles)
+        found = self._of_parts(mask, 1)
+        return np.broadcast_to(np.asarray(found.last) - np.asarray(found.first), (1, 1, self.blocks))[0, 0]
+
     def table(self, mask: Any) -> Any:
         """Returns the visits of all parts, for a mask with its arrays: int32 [B|1, N|1, parts of a head, 4], or lists."""
         if self.listed:

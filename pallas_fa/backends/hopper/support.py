@@ -30,9 +30,8 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
     no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
-    return Support(
-        None, no_backward, _remark(problem, kernels, gpu), _only_named(problem), _gradients_only_named(problem)
-    )
+    remark = _remark(problem, kernels, gpu, has_backward=no_backward is None)
+    return Support(None, no_backward, remark, _only_named(problem), _gradients_only_named(problem))
 
 
 def _gradients_only_named(problem):
@@ -54,8 +53,10 @@ def _only_named(problem):
     return None
 
 
-def _remark(problem, kernels, gpu):
+def _remark(problem, kernels, gpu, has_backward):
     from pallas_fa.backends.gpu import few_queries
+    from pallas_fa.backends.hopper.backward import choose as backward
+    from pallas_fa.backends.hopper.backward import choose_order
     from pallas_fa.backends.hopper.decode import choose as decode
     from pallas_fa.backends.hopper.forward import choose as forward
     from pallas_fa.backends.hopper.forward import split_heads
@@ -65,6 +66,9 @@ def _remark(problem, kernels, gpu):
         remarks.append(few_queries.remark(kernels, decode.choose(kernels, gpu).config.kv_splits))
     else:
         remarks.append(split_heads.remark(forward.choose(kernels, gpu)))
+        if has_backward:
+            plans = (backward.choose(kernels, kind, gpu) for kind in backward.choose_passes(kernels, gpu))
+            remarks.append(choose_order.remark(plans))
     return "; ".join(filter(None, remarks)) or None
 
 

@@ -10,6 +10,7 @@ from pallas_fa.backends.gpu.gradient_pass import GradientPass
 from pallas_fa.backends.gpu.schedule import is_windowed
 from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
 from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper.backward.choose_order import with_best_order
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes, passes_with_sums
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
@@ -28,7 +29,9 @@ def choose_passes(problem: Problem, gpu: Gpu) -> tuple[GradientPass, ...]:
 
 def choose(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = False) -> BackwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
-    return first_that_fits(candidates(problem, kind, gpu, interpret), on_gpu, gpu)
+    plan = first_that_fits(candidates(problem, kind, gpu, interpret), on_gpu, gpu)
+    is_named = problem.config and problem.config.backward
+    return plan if is_named else with_best_order(plan, gpu)
 
 
 def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = False) -> list[BackwardPlan]:

@@ -55,8 +55,7 @@ class Order:
         if self.ordered_sums:
             return Grid(batch, self.heads, self.visits.blocks, batch, by_head=True)
         if self.problem.mask is not None and not self._in_turn:
-            at_most = self._heads_at_once if self.by_tile else self.config.l2_head_group
-            group = largest_divisor(batch * self.heads, at_most)
+            group = largest_divisor(batch * self.heads, self.config.l2_head_group)
         return Grid(batch, self.heads, self.visits.blocks, group, lead=self._lead)
 
     @property
@@ -117,25 +116,17 @@ class Order:
         """CTAs of the kernel."""
         return min(self.config.persistent_ctas, self.grid.ctas) if self.persistent else self.grid.ctas
 
-    @property
-    def _heads_at_once(self) -> int:
-        """Heads whose CTAs fill the GPU once."""
-        return max(1, self.gpu.multiprocessors // self.visits.blocks)
-
     @functools.cached_property
     def by_tile(self) -> bool:
         """Whether CTAs process the query heads of a tile before the next tile (see `work.for_steps`).
 
-        Head groups must fill the GPU once, not twice. What depends on the head alone would be loaded again in each step,
-        so there must be nothing of the kind.
+        What depends on the head alone would be loaded again in each step, so there must be nothing of the kind.
         """
         problem = self.problem
         of_group = self.kind.fused and self.group > 1 and problem.mask is not None
-        heads, at_once = problem.dims.B * self.heads, self._heads_at_once
-        fills = at_once > 1 and (heads <= at_once or heads % at_once == 0)
         per_head = self.score_gradients.summed or self.arrays.of_kind("scalar")
         of_group = of_group and not self.persistent
-        return self.config.by_tile and of_group and fills and not per_head and self.visits.known is not None
+        return self.config.by_tile and of_group and not per_head and self.visits.known is not None
 
     @property
     def stagger(self) -> int:

@@ -89,7 +89,7 @@ STAGGER = Table(
 BY_TILE = Table(
     "backward/query-heads-by-tile",
     Row(True, group=at_least(8)),
-    Row(True, group=at_least(4), length=at_least(4096)),
+    Row(True, group=at_least(4), length=at_least(2049)),
     Row(False),
 )
 L2_HEAD_GROUP = Table(

@@ -5,12 +5,12 @@ keys of the last heads are then split over CTAs, as in Flash-Decoding (Dao et al
 """
 
 import dataclasses
-import heapq
 
 import jax
 import numpy as np
 
 from pallas_fa.backends.gpu import schedule
+from pallas_fa.backends.gpu.busy import busy
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -88,27 +88,17 @@ def _time(plan, gpu):
     whole = np.repeat(steps, plan.whole_heads)
     parts = np.repeat(np.ceil(steps / c.kv_splits), c.split_heads * c.kv_splits)
     of_places = np.concatenate([whole, parts]) * step + start
-    busy = _busy_in_turn(of_places, plan.ctas) if c.persistent_ctas else _busy(of_places, gpu.multiprocessors)
+    time = _busy_in_turn(of_places, plan.ctas) if c.persistent_ctas else busy(of_places, gpu.multiprocessors)
     if not c.split_heads:
-        return busy
+        return time
     rows = c.split_heads * plan.blocks.count * c.block_q
     moved = rows * problem.Hv * (2 * c.kv_splits * 4 + problem.dtype.itemsize)
-    return busy + _MERGE + moved / _BYTES
+    return time + _MERGE + moved / _BYTES
 
 
 def _busy_in_turn(times, ctas):
     """Returns how long CTAs are busy that take places in turn."""
     return np.bincount(np.arange(times.size) % ctas, weights=times).max()
-
-
-def _busy(times, multiprocessors):
-    """Returns how long multiprocessors are busy of which the one that is free first runs the next CTA."""
-    if times.size <= multiprocessors:
-        return times.max()
-    free = [0.0] * multiprocessors
-    for time in times:
-        heapq.heapreplace(free, free[0] + time)
-    return max(free)
 
 
 def _steps(plan):

@@ -1,0 +1,94 @@
+"""How CTAs share grouped query heads: in how many parts the heads are, and how many run at once.
+
+A CTA holds a key block of one key head. With few key heads there are few CTAs, or the longest of them have most of the
+work: then query heads are in parts (evidence: backward/head-parts). Of the CTAs that run together, those of the same head
+share the L2 cache, and those of others fill the GPU (evidence: backward/query-heads-by-tile).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+
+from pallas_fa.backends.gpu.busy import busy
+from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.grid import divisors
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
+
+_MOST_CTAS = 4096  # past it, CTAs of key heads fill the GPU
+_FASTER = 0.97  # of the time without parts, to be worth them
+# What the times below are made of.
+_CTA_START = 4.0  # us
+_FLOPS = 4.2e6  # a us, of one multiprocessor
+_OF_L2 = 0.06  # more time for each doubling of what shares the L2 cache, from what it holds
+_L2_HOLDS = 96e6  # bytes that head groups stream, of which L2 holds what is in use
+_BY_HEAD = 1.05  # times the time of tile after tile
+_JUST_FULL = 0.03  # more time where a head group fills the GPU but once, and waits for the one before
+_MERGE, _BYTES = 4.0, 2.5e6  # us of the kernel that adds parts up, and what it and the stores move a us
+
+
+def with_best_order(plan: BackwardPlan, gpu: Gpu) -> BackwardPlan:
+    """Returns the plan with the parts and the head groups that are estimated to be the fastest."""
+    order = plan.order
+    if not plan.kind.keys_stationary or order.group == 1 or order.persistent or order.grid.ctas > _MOST_CTAS:
+        return plan
+    steps = plan.visits.counts
+    best = {}
+    for candidate in _candidates(plan):
+        time, parts = _time(candidate, steps, gpu), candidate.config.head_parts
+        if parts not in best or time < best[parts][0]:
+            best[parts] = time, candidate
+    without, fastest = best[1], min(best.values(), key=lambda x: x[0])
+    return fastest[1] if fastest[0] < _FASTER * without[0] else without[1]
+
+
+def remark(plans: Iterable[BackwardPlan]) -> str | None:
+    """Returns in how many parts query heads are in the passes of these plans, in words; None where they are in one."""
+    parts = max(plan.order.head_parts for plan in plans)
+    return (
+        None
+        if parts == 1
+        else f"for gradients, the query heads of a key head are in {parts} parts, which fills the GPU"
+    )
+
+
+def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
+    mask, dims = plan.problem.mask, plan.problem.dims
+    changed = lambda **options: dataclasses.replace(plan, config=dataclasses.replace(plan.config, **options))
+    for parts in divisors(plan.order.group):
+        if not plan.kind.fused or mask is None or jax.tree.leaves(mask):
+            yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
+            continue
+        for group in divisors(dims.B * plan.problem.K * parts):
+            yield changed(head_parts=parts, l2_head_group=group)
+
+
+def _time(plan, steps, gpu):
+    """Returns how long the pass takes, in us. `steps`: of each block, for one query head."""
+    c, kind, problem, grid = plan.config, plan.kind, plan.problem, plan.order.grid
+    qk, pv = 1 + kind.accumulates_qk + ("dq" in kind.gives), kind.accumulates_qk + kind.accumulates_pv
+    step = 2 * c.block * c.width * (qk * problem.H + pv * problem.Hv) / _FLOPS
+    of_ctas = steps * plan.order.group * step + _CTA_START
+    groups = grid.batch * grid.heads // grid.l2_head_group
+    time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), gpu.multiprocessors)
+    if problem.mask is not None:
+        time *= _slower_by_groups(plan, groups, gpu)
+    if c.head_parts == 1:
+        return time
+    columns = problem.H * kind.accumulates_qk + problem.Hv * kind.accumulates_pv
+    moved = problem.dims.B * problem.dims.S * columns * (2 * 4 * plan.order.heads + 2 * problem.K)
+    return time + _MERGE + moved / _BYTES
+
+
+def _slower_by_groups(plan, groups, gpu):
+    """Returns by what factor the pass takes longer because heads share L2, or groups of heads follow each other."""
+    problem, grid = plan.problem, plan.order.grid
+    fills = grid.l2_head_group * grid.ctas_per_head / gpu.multiprocessors
+    if plan.order.by_tile:  # of each head a few tiles are in use
+        return 1 + _OF_L2 * math.log2(max(fills, 1))
+    of_query = problem.dtype.itemsize * (problem.H + problem.Hv) + 4 * problem.H  # q and dO, and sums of dQ
+    streamed = grid.l2_head_group * plan.order.group * problem.dims.T * of_query
+    just_full = _JUST_FULL if fills < 1.2 and groups > 1 else 0
+    return _BY_HEAD * (1 + _OF_L2 * math.log2(max(streamed / _L2_HOLDS, 1)) + just_full)
