@@ -47,6 +47,8 @@ ORDERS = {
     "blocks of no number of heads do": ((1, 6144, 32, 8, 128), CAUSAL, 1, 4),
     "a large batch": ((16, 4096, 32, 8, 128), CAUSAL, 1, 4),
     "lengths are not known": ((1, 2048, 32, 8, 128), dict(key_value_seq_lengths=np.array([9]), **CAUSAL), 2, 16),
+    "heads of their own keys": ((1, 6144, 16, 16, 128), CAUSAL, 1, 8),
+    "many of them": ((4, 6144, 16, 16, 128), CAUSAL, 1, 2),
     "a window": ((1, 8192, 8, 1, 128), dict(local_window_size=(1023, 0), **CAUSAL), 2, 2),
 }
 

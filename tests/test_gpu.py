@@ -286,6 +286,7 @@ HEAD_PARTS = tuple(
     for mask, dtype, K, H, Hv, parts, tiles in (
         ("causal", "bfloat16", 1, 128, 128, 8, {}),
         ("causal", "bfloat16", 2, 128, 96, 2, {}),
+        ("causal", "bfloat16", 1, 128, 128, 2, dict(by_tile=True, l2_head_group=3)),
         ("full", "float16", 1, 64, 64, 4, dict(width=128, dk_last=True, store_warps=1)),
         ("lengths", "bfloat16", 1, 192, 128, 4, dict(stages=(2, 1), p_before_dp=True)),
         ("packed", "bfloat16", 1, 256, 256, 4, dict(stages=(1, 1))),
@@ -415,6 +416,7 @@ RERUN_GRADIENTS = (
     Case(1024, 1024, "full", "plain", "bfloat16", N=8, K=8, H=128, Hv=128),
     Case(1024, 1024, "causal", "plain", "bfloat16", N=64, K=8, H=128, Hv=128, batch=(4,)),
     Case(1024, 1000, "causal", "plain", "bfloat16", N=8, K=8, H=192, Hv=128),
+    Case(1536, 1536, "causal", "plain", "bfloat16", N=32, K=4, H=128, Hv=128),  # heads in parts, tile after tile
     Case(1024, 1000, "causal", "plain", "float32", N=8, K=8, H=128, Hv=128),
     Case(1000, 1024, "packed", "plain", "float32", N=8, K=2, H=64, Hv=64),
 )

@@ -1,8 +1,8 @@
-"""How CTAs share grouped query heads: in how many parts the heads are, and how many run at once.
+"""How CTAs share the heads: in how many parts the query heads of a key head are, and how many heads run at once.
 
 A CTA holds a key block of one key head. With few key heads there are few CTAs, or the longest of them have most of the
-work: then query heads are in parts (evidence: backward/head-parts). Of the CTAs that run together, those of the same head
-share the L2 cache, and those of others fill the GPU (evidence: backward/query-heads-by-tile).
+work: then query heads are in parts. Of the CTAs that run together, those of the same head share the L2 cache, and those of
+others fill the GPU (evidence: backward/head-parts).
 """
 
 import dataclasses
@@ -17,8 +17,9 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.grid import divisors
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
-_MOST_CTAS = 4096  # past it, CTAs of key heads fill the GPU
-_FASTER = 0.97  # of the time without parts, to be worth them
+_MOST_CTAS = 4096  # past it, whatever their order, CTAs keep the GPU busy
+_ROUNDS = 12  # of CTAs on all multiprocessors, past which they do so in the table's order of heads that are not grouped
+_FASTER = 0.97  # of the time without parts, or with the heads of the table, to be worth it
 # What the times below are made of.
 _CTA_START = 4.0  # us
 _FLOPS = 4.2e6  # a us, of one multiprocessor
@@ -32,26 +33,23 @@ _MERGE, _BYTES = 4.0, 2.5e6  # us of the kernel that adds parts up, and what it 
 def with_best_order(plan: BackwardPlan, gpu: Gpu) -> BackwardPlan:
     """Returns the plan with the parts and the head groups that are estimated to be the fastest."""
     order = plan.order
-    if not plan.kind.keys_stationary or order.group == 1 or order.persistent or order.grid.ctas > _MOST_CTAS:
+    most = _MOST_CTAS if order.group > 1 else _ROUNDS * gpu.multiprocessors
+    if not plan.kind.keys_stationary or order.persistent or order.grid.ctas > most:
         return plan
     steps = plan.visits.counts
-    best = {}
-    for candidate in _candidates(plan):
-        time, parts = _time(candidate, steps, gpu), candidate.config.head_parts
-        if parts not in best or time < best[parts][0]:
-            best[parts] = time, candidate
-    without, fastest = best[1], min(best.values(), key=lambda x: x[0])
-    return fastest[1] if fastest[0] < _FASTER * without[0] else without[1]
+    fastest = lambda plans: min(((_time(x, steps, gpu), x) for x in plans), key=lambda x: x[0])
+    candidates = list(_candidates(plan))
+    usual = fastest([x for x in candidates if x.order.head_parts == 1] if order.group > 1 else [plan])
+    best = fastest(candidates)
+    return best[1] if best[0] < _FASTER * usual[0] else usual[1]
 
 
 def remark(plans: Iterable[BackwardPlan]) -> str | None:
     """Returns in how many parts query heads are in the passes of these plans, in words; None where they are in one."""
     parts = max(plan.order.head_parts for plan in plans)
-    return (
-        None
-        if parts == 1
-        else f"for gradients, the query heads of a key head are in {parts} parts, which fills the GPU"
-    )
+    if parts == 1:
+        return None
+    return f"for gradients, the query heads of a key head are in {parts} parts, which fills the GPU"
 
 
 def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
@@ -62,7 +60,8 @@ def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
             yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
             continue
         for group in divisors(dims.B * plan.problem.K * parts):
-            yield changed(head_parts=parts, l2_head_group=group)
+            if plan.order.group > 1 or group >= plan.order.grid.l2_head_group:
+                yield changed(head_parts=parts, l2_head_group=group)
 
 
 def _time(plan, steps, gpu):
@@ -90,5 +89,5 @@ def _slower_by_groups(plan, groups, gpu):
         return 1 + _OF_L2 * math.log2(max(fills, 1))
     of_query = problem.dtype.itemsize * (problem.H + problem.Hv) + 4 * problem.H  # q and dO, and sums of dQ
     streamed = grid.l2_head_group * plan.order.group * problem.dims.T * of_query
-    just_full = _JUST_FULL if fills < 1.2 and groups > 1 else 0
+    just_full = _JUST_FULL if plan.problem.group > 1 and fills < 1.2 and groups > 1 else 0
     return _BY_HEAD * (1 + _OF_L2 * math.log2(max(streamed / _L2_HOLDS, 1)) + just_full)
