@@ -105,7 +105,7 @@ class Program(Compiled):
     implementation: Implementation
     workload: Workload
     direction: str
-    repeats: int = 1  # calls of the attention in one call of the program, each with queries made of the results before
+    repeats: int = 1  # calls of what is timed in one call of the program, each with inputs made of the results before
     residuals: Callable[..., Any] | None = None  # backward only: arrays, masks -> (out, leaves of the pullback)
 
     def _compile(self):
@@ -118,25 +118,31 @@ class Program(Compiled):
             out, pullback = jax.vjp(lambda arrays: attend(arrays, masks), arrays)
             return out, pullback(d_out)[0]
 
+        def program(arrays, masks, *d_out):
+            fn = both if d_out else attend
+            of = lambda query, *d_out: fn(arrays | {"query": query}, masks, *d_out)
+            return _repeated(of, self.repeats, arrays["query"], *d_out)
+
         if self.direction == "backward":
-            structures = []
-
-            def forward(arrays, masks):
-                out, pullback = jax.vjp(lambda arrays: attend(arrays, masks), arrays)
-                leaves, structure = jax.tree.flatten(pullback)
-                structures.append(structure)
-                return out, leaves
-
-            def backward(leaves, d_out):
-                return jax.tree.unflatten(structures[0], leaves)(d_out)[0]
-
-            lowered = jax.jit(forward).lower(arrays, masks)
-            self.residuals = lowered.compile()
-            self._finish(jax.jit(backward), lowered.out_info[1], d_out)
-        elif self.direction == "fwdbwd":
-            self._finish(jax.jit(_repeated(both, self.repeats)), arrays, masks, d_out)
+            self._compile_pullback(attend, arrays, masks, d_out)
         else:
-            self._finish(jax.jit(_repeated(attend, self.repeats)), arrays, masks)
+            self._finish(jax.jit(program), arrays, masks, *([d_out] if self.direction == "fwdbwd" else []))
+
+    def _compile_pullback(self, attend, arrays, masks, d_out):
+        structures = []
+
+        def forward(arrays, masks):
+            out, pullback = jax.vjp(lambda arrays: attend(arrays, masks), arrays)
+            leaves, structure = jax.tree.flatten(pullback)
+            structures.append(structure)
+            return out, leaves
+
+        def program(leaves, d_out):
+            return _repeated(lambda d_out: jax.tree.unflatten(structures[0], leaves)(d_out)[0], self.repeats, d_out)
+
+        lowered = jax.jit(forward).lower(arrays, masks)
+        self.residuals = lowered.compile()
+        self._finish(jax.jit(program), lowered.out_info[1], d_out)
 
     def bind(self, inputs: list[tuple[dict[str, Any], Any]]) -> "Bound[Program]":
         """The program on input sets (arrays, d_out), as functions without arguments."""
@@ -159,35 +165,29 @@ class Program(Compiled):
         return outputs if self.direction == "backward" else {"out": outputs[0], **outputs[1]}
 
 
-def _repeated(fn: Callable[..., Any], repeats: int) -> Callable[..., Any]:
-    """Returns `fn(arrays, masks, *d_out)`, called `repeats` times in one program that gives the results of the last call.
+def _repeated(fn: Callable[..., Any], repeats: int, *inputs: Any) -> Any:
+    """Returns the results of the last of `repeats` calls fn(*inputs) in a loop of the program.
 
-    Before each call one element of the queries, and of the output's gradient, gets the sum of all results before, an
-    element of each, times a zero that the compiler does not know. So it can't drop a call or a part of it, nor move
-    anything out of the loop; and since the loop carries both arrays, nothing is copied.
+    Before each call one element of each input gets the sum of all results before, an element of each, times a zero that
+    the compiler does not know. So it can't drop a call or a part of it, nor move anything out of the loop that depends on
+    the inputs; and since the loop carries them, nothing is copied.
     """
     if repeats == 1:
-        return fn
+        return fn(*inputs)
+    element = lambda x: x[(0,) * x.ndim]
+    zero = jax.numpy.minimum(jax.numpy.abs(element(inputs[0])), 0).astype("float32")
 
-    def program(arrays, masks, *d_out):
-        element = lambda x: x[(0,) * x.ndim]
-        zero = jax.numpy.minimum(jax.numpy.abs(element(arrays["query"])), 0).astype("float32")
+    def moved(x, by):
+        start = (0,) * x.ndim
+        return jax.lax.dynamic_update_slice(x, (element(x) + by).astype(x.dtype).reshape((1,) * x.ndim), start)
 
-        def moved(x, by):
-            start = (0,) * x.ndim
-            return jax.lax.dynamic_update_slice(x, (element(x) + by).astype(x.dtype).reshape((1,) * x.ndim), start)
+    def body(_, carry):
+        inputs, results = carry
+        by = zero * sum(element(leaf).astype("float32") for leaf in jax.tree.leaves(results))
+        inputs = tuple(moved(x, by) for x in inputs)
+        return inputs, fn(*inputs)
 
-        def call(query, *d_out):
-            return (query, *d_out), fn(arrays | {"query": query}, masks, *d_out)
-
-        def body(_, carry):
-            inputs, results = carry
-            by = zero * sum(element(leaf).astype("float32") for leaf in jax.tree.leaves(results))
-            return call(*(moved(x, by) for x in inputs))
-
-        return jax.lax.fori_loop(1, repeats, body, call(arrays["query"], *d_out))[1]
-
-    return program
+    return jax.lax.fori_loop(1, repeats, body, (inputs, fn(*inputs)))[1]
 
 
 @dataclasses.dataclass

@@ -133,11 +133,12 @@ def test_a_run_ends_with_1_where_a_call_is_slower(tmp_path, monkeypatch, capsys)
     assert "1 of 1 calls are slower than they may be" in capsys.readouterr().out
 
 
-def test_a_chained_program_gives_the_results_of_one_call():
+@pytest.mark.parametrize("direction", ["forward", "backward", "fwdbwd"])
+def test_a_chained_program_gives_the_results_of_one_call(direction):
     w = dataclasses.replace(gate_workloads()[0], B=2, T=12, S=12, N=2, K=2, H=8, Hv=8, dtype="float32")
     results = []
     for repeats in (1, 3):
-        program = measure.Program(parse("pallas_fa:reference"), w, "fwdbwd", repeats)
+        program = measure.Program(parse("pallas_fa:reference"), w, direction, repeats)
         program.compile()
         assert program.error is None
         assert program.run is not None and ("while" in program.run.as_text()) == (repeats > 1)  # type: ignore[attr-defined]
@@ -146,11 +147,12 @@ def test_a_chained_program_gives_the_results_of_one_call():
         assert rows.distance(x, results[1][name]) < 1e-6, name
 
 
-def test_nothing_of_a_chained_program_is_dropped():
+@pytest.mark.parametrize("direction", ["forward", "backward", "fwdbwd"])
+def test_nothing_of_a_chained_program_is_dropped(direction):
     w = dataclasses.replace(gate_workloads()[0], B=1, T=12, S=12, N=2, K=2, H=8, Hv=8, dtype="float32")
     operations = []
     for repeats in (1, 2):  # XLA makes no loop of two calls
-        program = measure.Program(parse("pallas_fa:reference"), w, "fwdbwd", repeats)
+        program = measure.Program(parse("pallas_fa:reference"), w, direction, repeats)
         program.compile()
         assert program.run is not None
         operations.append(program.run.cost_analysis()["flops"])  # type: ignore[attr-defined]

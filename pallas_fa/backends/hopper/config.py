@@ -96,7 +96,7 @@ class BackwardConfig:
       width: positions of a streamed tile.
       stages: depths of the rings of the two streamed operands (queries and output gradients, or keys and values).
       ds_stages: tiles of logit gradients in shared memory.
-      l2_head_group: as for the forward kernel.
+      l2_head_group: as for the forward kernel; of key heads in parts, parts.
       first_store: sums of dQ start at what the first CTA stores that has something for them; else at zeros, which XLA
         writes before the kernel.
       store_warps: warps that store tiles of dQ, alternately, where all CTAs visit the tiles in one order. With two, each
