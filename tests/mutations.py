@@ -34,6 +34,7 @@ FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 COLUMNS = "tests/test_kernel_interpreted.py -k arrays_of_queries"
 SPLIT = "tests/test_kernel_interpreted.py -k split_heads"
 BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
+ORDER = "tests/test_backward_plan.py -k order_of_grouped"
 HEAD_PARTS = "tests/test_backward_interpreted.py -k head_parts"
 AT_192 = "tests/test_backward_interpreted.py -k head_dim_192"
 LOWERED_192 = "tests/test_backward_lowering.py -k head_dim_192"
@@ -124,6 +125,10 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
     Mutation("backends/hopper/backward/load.py", "if self.plan.has_head_parts else head", "if False else head", HEAD_PARTS),
     Mutation("backends/hopper/backward/order.py", "head_parts, self.problem.group)", "head_parts, 64)", HEAD_PARTS),
+    Mutation("backends/hopper/backward/choose_order.py", "time + _MERGE + moved / _BYTES", "time", ORDER),
+    Mutation("backends/hopper/backward/choose_order.py", "math.log2(max(fills, 1))", "0", ORDER),
+    Mutation("backends/gpu/streamed_visits.py", "mask = without_lengths(self.mask)", "mask = self.mask", ORDER),
+    Mutation("backends/hopper/forward/plan.py", "count if count <= N else count - count % N", "count", SPLIT),
     Mutation("backends/hopper/backward/order.py", "self.problem.dims.N // self.heads", "self.problem.group", HEAD_PARTS),
     Mutation("backends/hopper/backward/step.py", "() if plan.p_before_dp else accs.pv", "accs.pv", AT_192),
     Mutation("backends/hopper/backward/plan.py", "self.scored or self.padding.behind_mask", "self.scored", LOWERED_192),

@@ -15,6 +15,7 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.forward import forward
 from pallas_fa.backends.hopper.forward import load as forward_load
+from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.problem import normalise
 from tests import missing_wait
 from tests.cases import Case
@@ -200,6 +201,15 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
 @pytest.mark.parametrize("name", SPLIT_HEADS)
 def test_interpreted_split_heads_are_right_and_free_of_races(name):
     assert_right_and_free_of_races(*problem_of(*SPLIT_HEADS[name]))
+
+
+@pytest.mark.parametrize(("batch", "N", "heads"), [((2,), 1, 2), ((2,), 3, 3)])
+def test_split_heads_of_a_devices_share_of_the_heads(batch, N, heads):
+    """It may have fewer heads than the call for which the tiles were named: then all heads of as many entries."""
+    case = dataclasses.replace(BASE, T=70, S=130, batch=batch, N=N, K=1)
+    problem, operands = problem_of(case, _split_heads(4, 2))
+    assert choose(problem, Gpu.visible(), interpret=True).split_heads == heads
+    assert_right_and_free_of_races(problem, operands)
 
 
 def test_interpreted_arrays_of_queries_are_read_before_the_next_are_loaded():

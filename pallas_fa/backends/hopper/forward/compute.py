@@ -70,7 +70,7 @@ class Compute:
             # Else its address takes scalar registers that the loop over keys needs (evidence: forward/sinks).
             sink = sinks[b, opaque(self.block.n, self.plan.interpret)]
             # It is one more logit: of the first part of the keys only.
-            return jnp.where(self.block.parts[0] == 0, sink, -jnp.inf) if self.plan.config.split_heads else sink
+            return jnp.where(self.block.parts[0] == 0, sink, -jnp.inf) if self.plan.split_heads else sink
         # Row i is of head i % group. A table of rows would be one more kernel before this one (evidence: forward/sinks).
         return load_repeated(sinks.at[b, pl.ds(self.block.n * group, group)], 64, self.plan.interpret)
 

@@ -36,7 +36,7 @@ def store(
     acc = times_rows(acc, factor)
     store_partial = lambda: partial_results.store(plan, block, wg, gmem, acc, lse)
     store_whole = lambda: _store_whole(plan, block, wg, gmem, scratch, acc, lse)
-    if not plan.config.split_heads:
+    if not plan.split_heads:
         store_whole()
     elif not plan.whole_heads:
         store_partial()

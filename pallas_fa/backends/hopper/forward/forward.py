@@ -68,7 +68,7 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     out_shape = ordered(plan.query_layout, (entries, dims.T // plan.group, dims.N * plan.group, problem.Hv))
     lse_shape = entries, dims.N, pl.cdiv(dims.T, 64) * 64
     whole = jax.ShapeDtypeStruct(out_shape, plan.tiles.out.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
-    in_parts = partial_results.types(plan) if config.split_heads else ()
+    in_parts = partial_results.types(plan) if plan.split_heads else ()
     results = launch(
         flash_attention_forward,
         q,
@@ -106,7 +106,7 @@ class _Refs(NamedTuple):
 
 
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
-    *refs, partial_out, partial_lse = refs if plan.config.split_heads else (*refs, None, None)
+    *refs, partial_out, partial_lse = refs if plan.split_heads else (*refs, None, None)
     *arrays, out, lse = refs if plan.whole_heads else (*refs, None, None)
     page_table = None if plan.problem.pages is None else arrays.pop()
     dropout = None if plan.problem.dropout is None else arrays.pop()

@@ -18,7 +18,7 @@ def types(plan: ForwardPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
 
     Rows are those of whole query blocks, front padding included; columns those of whole tiles.
     """
-    lead = plan.config.kv_splits, plan.config.split_heads, plan.blocks.count * plan.config.block_q
+    lead = plan.config.kv_splits, plan.split_heads, plan.blocks.count * plan.config.block_q
     columns = plan.tiles.v.padded_dim * plan.column_parts
     return jax.ShapeDtypeStruct((*lead, columns), jnp.float32), jax.ShapeDtypeStruct(lead, jnp.float32)
 
@@ -52,7 +52,7 @@ def merged(plan: ForwardPlan, results: tuple[Any, ...]) -> tuple[Any, Any]:
     """
     *whole, outs, lses = results
     dims, Hv, front = plan.problem.dims, plan.problem.Hv, plan.blocks.front_padding
-    entries, heads = divmod(plan.config.split_heads, dims.N)
+    entries, heads = divmod(plan.split_heads, dims.N)
     entries, heads = (1, heads) if entries == 0 else (entries, dims.N)
     box = lambda x: x.reshape(entries, heads, *x.shape[1:])[:, :, front : front + dims.T]
     parts = (PartialResult(box(out[..., :Hv]), box(lse)) for out, lse in zip(outs, lses, strict=True))

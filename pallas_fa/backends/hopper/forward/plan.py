@@ -113,25 +113,36 @@ class ForwardPlan(ForwardCore):
     @property
     def all_in_parts(self) -> bool:
         """Whether the results are partial ones of all heads, as with few queries."""
-        return self.config.kv_splits > 1 and not self.config.split_heads
+        return self.config.kv_splits > 1 and not self.split_heads
+
+    @property
+    def split_heads(self) -> int:
+        """The last heads, of all batch entries counted together, whose keys are in parts (see `ForwardConfig`).
+
+        A device's share of a call may have fewer heads than the call for which the tiles were named: then all heads of as
+        many entries.
+        """
+        N = self.problem.dims.N
+        count = min(self.config.split_heads, self.problem.dims.B * N)
+        return count if count <= N else count - count % N
 
     @property
     def whole_heads(self) -> int:
         """Heads, of all batch entries counted together, before those whose keys are in parts (`split_heads`)."""
-        return self.problem.dims.B * self.problem.dims.N - self.config.split_heads
+        return self.problem.dims.B * self.problem.dims.N - self.split_heads
 
     @functools.cached_property
     def grid(self) -> Grid:
         """The CTAs of the kernel, or of `whole_heads`, which come first."""
         dims, ctas = self.problem.dims, self.blocks.ctas * self.column_parts
-        if self.config.split_heads:
+        if self.split_heads:
             return Grid(1, self.whole_heads, ctas, self._concurrent(self.whole_heads))
         return Grid(dims.B, dims.N, ctas * self.config.kv_splits, self._concurrent(dims.B * dims.N))
 
     @functools.cached_property
     def grid_of_parts(self) -> Grid:
         """The CTAs of the heads whose keys are in parts."""
-        heads, ctas = self.config.split_heads, self.blocks.ctas * self.column_parts * self.config.kv_splits
+        heads, ctas = self.split_heads, self.blocks.ctas * self.column_parts * self.config.kv_splits
         return Grid(1, heads, ctas, self._concurrent(heads))
 
     def _concurrent(self, heads):
@@ -142,7 +153,7 @@ class ForwardPlan(ForwardCore):
     @property
     def places(self) -> int:
         """CTAs of the kernel, if each took one place."""
-        return self.grid.ctas + (self.grid_of_parts.ctas if self.config.split_heads else 0)
+        return self.grid.ctas + (self.grid_of_parts.ctas if self.split_heads else 0)
 
     @property
     def ctas(self) -> int:

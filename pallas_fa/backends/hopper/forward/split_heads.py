@@ -49,7 +49,7 @@ def with_split_heads(plan: ForwardPlan, gpu: Gpu) -> ForwardPlan:
 
 def remark(plan: ForwardPlan) -> str | None:
     """Returns what is split, in words; None where nothing is."""
-    heads, all_heads = plan.config.split_heads, plan.problem.dims.B * plan.problem.dims.N
+    heads, all_heads = plan.split_heads, plan.problem.dims.B * plan.problem.dims.N
     if not heads:
         return None
     of = "all heads" if heads == all_heads else f"the last {heads} of {all_heads} heads"
@@ -86,12 +86,12 @@ def _time(plan, gpu):
     start = _NEXT_BLOCK if c.persistent_ctas else _CTA_START
     steps = np.repeat(_steps(plan), plan.column_parts)
     whole = np.repeat(steps, plan.whole_heads)
-    parts = np.repeat(np.ceil(steps / c.kv_splits), c.split_heads * c.kv_splits)
+    parts = np.repeat(np.ceil(steps / c.kv_splits), plan.split_heads * c.kv_splits)
     of_places = np.concatenate([whole, parts]) * step + start
     time = _busy_in_turn(of_places, plan.ctas) if c.persistent_ctas else busy(of_places, gpu.multiprocessors)
-    if not c.split_heads:
+    if not plan.split_heads:
         return time
-    rows = c.split_heads * plan.blocks.count * c.block_q
+    rows = plan.split_heads * plan.blocks.count * c.block_q
     moved = rows * problem.Hv * (2 * c.kv_splits * 4 + problem.dtype.itemsize)
     return time + _MERGE + moved / _BYTES
 

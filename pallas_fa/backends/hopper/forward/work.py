@@ -44,7 +44,7 @@ def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]])
 
 
 def _of_place(plan, number, role, done):
-    at, column_part, parts = (_place_of_parts if plan.config.split_heads else _place)(plan, number)
+    at, column_part, parts = (_place_of_parts if plan.split_heads else _place)(plan, number)
 
     def one(number, *done):
         t0 = plan.blocks.start(number)
@@ -121,7 +121,7 @@ def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: A
         return steps
     t0 = block.t0 + wg * 64
     part = steps.of_part(_visits(plan, t0, 64))
-    if plan.config.split_heads:
+    if plan.split_heads:
         # A part of the keys that is past their end is masked. Others may end before the boundary blocks do.
         boundary_end = steps.boundary_end if part.starts_full else part.boundary_end
         if not schedule.is_equal(boundary_end, 0):
