@@ -1,6 +1,7 @@
 """What is static in a backward kernel: its passes, the order of its tiles, its configurations."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa.backends.hopper.backward.choose import choose, choose_passes
+from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
+from pallas_fa.backends.hopper.backward.choose_order import with_best_order
 from pallas_fa.backends.hopper.backward.plan import passes
 from pallas_fa.backends.hopper.config import BackwardConfig, Config, ForwardConfig
 from pallas_fa.problem import normalise
@@ -62,6 +64,19 @@ def test_order_of_grouped_heads(name):
     assert (plan.order.head_parts, plan.order.grid.l2_head_group) == (parts, at_once)
     named = dataclasses.replace(problem, config=Config(backward=BackwardConfig()))
     assert choose(named, kind, GPU).config == BackwardConfig()
+
+
+@pytest.mark.parametrize("keywords", [CAUSAL, dict(local_window_size=(100, 0)), {}], ids=str)
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_calls_of_any_size_have_an_order(H, keywords):
+    sizes = itertools.product((1, 3, 64), (1, 100, 5000, 140000), ((1, 1), (6, 2), (32, 32), (128, 1)))
+    for B, T, (N, K) in sizes:
+        problem = problem_of_shapes(B, T, N, K, H, **keywords)
+        for kind in choose_passes(problem, GPU):
+            for plan in candidates(problem, kind, GPU):
+                order = with_best_order(plan, GPU).order
+                assert order.grid.batch * order.grid.heads % order.grid.l2_head_group == 0
+                assert (N // K) % order.head_parts == 0
 
 
 def test_passes_that_hold_queries_have_no_parts():

@@ -40,7 +40,7 @@ def with_best_order(plan: BackwardPlan, gpu: Gpu) -> BackwardPlan:
     fastest = lambda plans: min(((_time(x, steps, gpu), x) for x in plans), key=lambda x: x[0])
     candidates = list(_candidates(plan))
     usual = fastest([x for x in candidates if x.order.head_parts == 1] if order.group > 1 else [plan])
-    best = fastest(candidates)
+    best = fastest([usual[1], *candidates])
     return best[1] if best[0] < _FASTER * usual[0] else usual[1]
 
 
@@ -53,15 +53,23 @@ def remark(plans: Iterable[BackwardPlan]) -> str | None:
 
 
 def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
-    mask, dims = plan.problem.mask, plan.problem.dims
+    order, mask = plan.order, plan.problem.mask
     changed = lambda **options: dataclasses.replace(plan, config=dataclasses.replace(plan.config, **options))
-    for parts in divisors(plan.order.group):
+    for parts in divisors(order.group):
+        if parts > 1 and parts * order.grid.ctas > _MOST_CTAS:
+            return
         if not plan.kind.fused or mask is None or jax.tree.leaves(mask):
             yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
             continue
-        for group in divisors(dims.B * plan.problem.K * parts):
-            if plan.order.group > 1 or group >= plan.order.grid.l2_head_group:
+        for group in _heads_at_once(parts * order.heads * plan.problem.dims.B, order):
+            if order.group > 1 or group >= order.grid.l2_head_group:
                 yield changed(head_parts=parts, l2_head_group=group)
+
+
+def _heads_at_once(heads, order):
+    """Divisors of `heads` of which the CTAs fill half of the GPU to eight times as much as it has; else the nearest."""
+    fills = {group: group * order.grid.ctas_per_head / order.gpu.multiprocessors for group in divisors(heads)}
+    return [x for x in fills if 0.5 <= fills[x] <= 8] or [min(fills, key=lambda x: abs(math.log(fills[x])))]
 
 
 def _time(plan, steps, gpu):
