@@ -126,7 +126,7 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/load.py", "if self.plan.has_head_parts else head", "if False else head", HEAD_PARTS),
     Mutation("backends/hopper/backward/order.py", "head_parts, self.problem.group)", "head_parts, 64)", HEAD_PARTS),
     Mutation("backends/hopper/backward/choose_order.py", "time + _MERGE + moved / _BYTES", "time", ORDER),
-    Mutation("backends/hopper/backward/choose_order.py", "math.log2(max(fills, 1))", "0", ORDER),
+    Mutation("backends/hopper/backward/choose_order.py", "math.log2(max(min(fills, grid.l2_head_group), 1))", "0", ORDER),
     Mutation("backends/gpu/streamed_visits.py", "mask = without_lengths(self.mask)", "mask = self.mask", ORDER),
     Mutation("backends/hopper/forward/plan.py", "count if count <= N else count - count % N", "count", SPLIT),
     Mutation("backends/hopper/backward/order.py", "self.problem.dims.N // self.heads", "self.problem.group", HEAD_PARTS),

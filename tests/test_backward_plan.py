@@ -51,6 +51,8 @@ ORDERS = {
     "lengths are not known": ((1, 2048, 32, 8, 128), dict(key_value_seq_lengths=np.array([9]), **CAUSAL), 2, 16),
     "heads of their own keys": ((1, 6144, 16, 16, 128), CAUSAL, 1, 8),
     "many of them": ((4, 6144, 16, 16, 128), CAUSAL, 1, 2),
+    "a prime number of query heads": ((1, 8192, 71, 1, 64), CAUSAL, 71, 1),
+    "parts of a long sequence would take much memory": ((1, 65536, 8, 1, 128), CAUSAL, 1, 1),
     "a window": ((1, 8192, 8, 1, 128), dict(local_window_size=(1023, 0), **CAUSAL), 2, 2),
 }
 

@@ -66,9 +66,9 @@ def _remark(problem, kernels, gpu, has_backward):
         remarks.append(few_queries.remark(kernels, decode.choose(kernels, gpu).config.kv_splits))
     else:
         remarks.append(split_heads.remark(forward.choose(kernels, gpu)))
-        if has_backward:
-            plans = (backward.choose(kernels, kind, gpu) for kind in backward.choose_passes(kernels, gpu))
-            remarks.append(choose_order.remark(plans))
+    if has_backward:
+        plans = (backward.choose(kernels, kind, gpu) for kind in backward.choose_passes(kernels, gpu))
+        remarks.append(choose_order.remark(plans))
     return "; ".join(filter(None, remarks)) or None
 
 

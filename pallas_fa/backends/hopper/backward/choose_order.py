@@ -49,14 +49,14 @@ def remark(plans: Iterable[BackwardPlan]) -> str | None:
     parts = max(plan.order.head_parts for plan in plans)
     if parts == 1:
         return None
-    return f"for gradients, the query heads of a key head are in {parts} parts, which fills the GPU"
+    return f"the query heads of a key head are in {parts} parts in the backward, which fills the GPU"
 
 
 def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
     order, mask = plan.order, plan.problem.mask
     changed = lambda **options: dataclasses.replace(plan, config=dataclasses.replace(plan.config, **options))
     for parts in divisors(order.group):
-        if parts > 1 and parts * order.grid.ctas > _MOST_CTAS:
+        if parts > 1 and parts * order.grid.ctas > _MOST_CTAS and order.grid.ctas > order.gpu.multiprocessors:
             return
         if not plan.kind.fused or mask is None or jax.tree.leaves(mask):
             yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
@@ -94,7 +94,7 @@ def _slower_by_groups(plan, groups, gpu):
     problem, grid = plan.problem, plan.order.grid
     fills = grid.l2_head_group * grid.ctas_per_head / gpu.multiprocessors
     if plan.order.by_tile:  # of each head a few tiles are in use
-        return 1 + _OF_L2 * math.log2(max(fills, 1))
+        return 1 + _OF_L2 * math.log2(max(min(fills, grid.l2_head_group), 1))
     of_query = problem.dtype.itemsize * (problem.H + problem.Hv) + 4 * problem.H  # q and dO, and sums of dQ
     streamed = grid.l2_head_group * plan.order.group * problem.dims.T * of_query
     just_full = _JUST_FULL if plan.problem.group > 1 and fills < 1.2 and groups > 1 else 0
