@@ -224,11 +224,11 @@ def as_float32(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def is_right_and_free_of_races(case, keywords, gpu=GPU, backward=backward, why_no_backward=why_no_backward):
+def is_right_and_free_of_races(case, keywords, backward=backward, why_no_backward=why_no_backward):
     problem, operands = problem_of(case, keywords)
     residuals = residuals_of(case, problem, operands)
-    assert why_no_backward(problem, gpu) is None
-    gradients, races = interpreted(problem, operands, *residuals, gpu=gpu, backward=backward)
+    assert why_no_backward(problem, GPU) is None
+    gradients, races = interpreted(problem, operands, *residuals, backward=backward)
     assert not races
     exact = dataclasses.replace(problem, dtype=np.dtype(np.float32), precision=jax.lax.Precision.HIGHEST, config=None)
     truth = xla_gradients(exact, as_float32(operands), *as_float32(residuals))

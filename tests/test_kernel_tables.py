@@ -22,7 +22,7 @@ from pallas_fa.backends.hopper.forward import choose as choose_forward
 from pallas_fa.backends.hopper.forward import scratch as forward_scratch
 from pallas_fa.backends.hopper.forward import table as forward_table
 from pallas_fa.operands.layout import ordered
-from pallas_fa.problem import normalise
+from tests.abstract import problem_of_types
 
 ROOT = pathlib.Path(__file__).parent.parent
 H200 = Gpu("9.0", 132, 227 * 1024)
@@ -84,9 +84,7 @@ def problem(T, H, N=4, K=4, S=None, B=2, **keywords):
     layout, sizes = keywords.get("layout", "BTNH"), ((T, N), (S or T, K))
     shapes = [ordered(layout, (B, length, heads, H)) for length, heads in sizes]
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    found = []
-    jax.eval_shape(lambda q, k: found.append(normalise(q, k, k, **keywords)[0]), q, k)
-    return found[0]
+    return problem_of_types(q, k, k, **keywords)
 
 
 @pytest.mark.parametrize("H", [64, 128, 192, 256])

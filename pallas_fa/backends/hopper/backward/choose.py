@@ -31,7 +31,7 @@ def choose(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = Fal
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     plan = first_that_fits(candidates(problem, kind, gpu, interpret), on_gpu, gpu)
     is_named = problem.config and problem.config.backward
-    return plan if is_named else with_best_order(plan, gpu)
+    return plan if is_named else with_best_order(plan)
 
 
 def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool = False) -> list[BackwardPlan]:

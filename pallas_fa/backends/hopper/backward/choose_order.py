@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from pallas_fa.backends.gpu.busy import busy
-from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.grid import divisors
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
@@ -30,17 +29,17 @@ _JUST_FULL = 0.03  # more time where a head group fills the GPU but once, and wa
 _MERGE, _BYTES = 4.0, 2.5e6  # us of the kernel that adds parts up, and what it and the stores move a us
 
 
-def with_best_order(plan: BackwardPlan, gpu: Gpu) -> BackwardPlan:
+def with_best_order(plan: BackwardPlan) -> BackwardPlan:
     """Returns the plan with the parts and the head groups that are estimated to be the fastest."""
     order = plan.order
-    most = _MOST_CTAS if order.group > 1 else _ROUNDS * gpu.multiprocessors
+    most = _MOST_CTAS if order.group > 1 else _ROUNDS * plan.gpu.multiprocessors
     if not plan.kind.keys_stationary or order.persistent or order.grid.ctas > most:
         return plan
     steps = plan.visits.counts
-    fastest = lambda plans: min(((_time(x, steps, gpu), x) for x in plans), key=lambda x: x[0])
-    candidates = list(_candidates(plan))
-    usual = fastest([x for x in candidates if x.order.head_parts == 1] if order.group > 1 else [plan])
-    best = fastest([usual[1], *candidates])
+    timed = [(_time(x, steps), x) for x in _candidates(plan)]
+    fastest = lambda some: min(some, key=lambda x: x[0])
+    usual = fastest(x for x in timed if x[1].config.head_parts == 1) if order.group > 1 else (_time(plan, steps), plan)
+    best = fastest([usual, *timed])
     return best[1] if best[0] < _FASTER * usual[0] else usual[1]
 
 
@@ -56,32 +55,34 @@ def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
     order, mask = plan.order, plan.problem.mask
     changed = lambda **options: dataclasses.replace(plan, config=dataclasses.replace(plan.config, **options))
     for parts in divisors(order.group):
-        if parts > 1 and parts * order.grid.ctas > _MOST_CTAS and order.grid.ctas > order.gpu.multiprocessors:
+        if parts > 1 and parts * order.grid.ctas > _MOST_CTAS and order.grid.ctas > plan.gpu.multiprocessors:
             return
         if not plan.kind.fused or mask is None or jax.tree.leaves(mask):
             yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
             continue
-        for group in _heads_at_once(parts * order.heads * plan.problem.dims.B, order):
+        for group in _heads_at_once(plan, parts):
             if order.group > 1 or group >= order.grid.l2_head_group:
                 yield changed(head_parts=parts, l2_head_group=group)
 
 
-def _heads_at_once(heads, order):
-    """Divisors of `heads` of which the CTAs fill half of the GPU to eight times as much as it has; else the nearest."""
-    fills = {group: group * order.grid.ctas_per_head / order.gpu.multiprocessors for group in divisors(heads)}
+def _heads_at_once(plan, parts):
+    """Divisors of all heads of which the CTAs fill half of the GPU to eight times as much as it has; else the nearest."""
+    grid = plan.order.grid
+    heads = divisors(grid.batch * grid.heads * parts)
+    fills = {group: group * grid.ctas_per_head / plan.gpu.multiprocessors for group in heads}
     return [x for x in fills if 0.5 <= fills[x] <= 8] or [min(fills, key=lambda x: abs(math.log(fills[x])))]
 
 
-def _time(plan, steps, gpu):
+def _time(plan, steps):
     """Returns how long the pass takes, in us. `steps`: of each block, for one query head."""
     c, kind, problem, grid = plan.config, plan.kind, plan.problem, plan.order.grid
     qk, pv = 1 + kind.accumulates_qk + ("dq" in kind.gives), kind.accumulates_qk + kind.accumulates_pv
     step = 2 * c.block * c.width * (qk * problem.H + pv * problem.Hv) / _FLOPS
     of_ctas = steps * plan.order.group * step + _CTA_START
     groups = grid.batch * grid.heads // grid.l2_head_group
-    time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), gpu.multiprocessors)
+    time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), plan.gpu.multiprocessors)
     if problem.mask is not None:
-        time *= _slower_by_groups(plan, groups, gpu)
+        time *= _slower_by_groups(plan, groups)
     if c.head_parts == 1:
         return time
     columns = problem.H * kind.accumulates_qk + problem.Hv * kind.accumulates_pv
@@ -89,13 +90,13 @@ def _time(plan, steps, gpu):
     return time + _MERGE + moved / _BYTES
 
 
-def _slower_by_groups(plan, groups, gpu):
+def _slower_by_groups(plan, groups):
     """Returns by what factor the pass takes longer because heads share L2, or groups of heads follow each other."""
     problem, grid = plan.problem, plan.order.grid
-    fills = grid.l2_head_group * grid.ctas_per_head / gpu.multiprocessors
+    fills = grid.l2_head_group * grid.ctas_per_head / plan.gpu.multiprocessors
     if plan.order.by_tile:  # of each head a few tiles are in use
         return 1 + _OF_L2 * math.log2(max(min(fills, grid.l2_head_group), 1))
     of_query = problem.dtype.itemsize * (problem.H + problem.Hv) + 4 * problem.H  # q and dO, and sums of dQ
     streamed = grid.l2_head_group * plan.order.group * problem.dims.T * of_query
-    just_full = _JUST_FULL if plan.problem.group > 1 and fills < 1.2 and groups > 1 else 0
+    just_full = _JUST_FULL if problem.group > 1 and fills < 1.2 and groups > 1 else 0
     return _BY_HEAD * (1 + _OF_L2 * math.log2(max(streamed / _L2_HOLDS, 1)) + just_full)
