@@ -11,7 +11,8 @@ import pytest
 from pallas_fa.backends.hopper import config as hopper
 from pallas_fa.backends.mma import config as mma
 from tests.elsewhere.environment import environment
-from tests.elsewhere.kernels import kernels
+from tests.elsewhere.fusions import SHAPES
+from tests.elsewhere.kernels import kernels, lines_of
 from tests.elsewhere.targets import TARGETS
 from tests.hopper_tiles import BY_TICKETS, PAIRS_IN_TURN
 
@@ -113,3 +114,15 @@ def test_every_configuration_compiles_and_fits(variables, architecture, record_p
         if kernel["spilled"] > max(SPILLED, more.get((kernel["kernel"], kernel["H"], kernel["tiles"]), 0)):
             too_much.append(kernel)
     assert not too_much, "\n".join(map(str, too_much))
+
+
+def test_no_pass_transposes_row_sums_while_it_computes_them(variables, record_property):
+    if isinstance(variables, str):
+        record_property("not compiled", variables)
+        assert "compiler" in variables or "can't be installed" in variables
+        return
+    found = lines_of("tests.elsewhere.fusions", variables)
+    assert len(found) == len(SHAPES)
+    for shape, passes in found:
+        (operations,) = passes
+        assert "transpose" not in operations, shape

@@ -1,4 +1,4 @@
-"""What the compiler says of all kernels for one kind of GPU, from a process of its own."""
+"""What compilers say of kernels and of the programs around them, from a process of its own."""
 
 import json
 import subprocess
@@ -10,8 +10,12 @@ from tests.elsewhere.targets import TARGETS
 
 def kernels(architecture: str, variables: dict[str, str]) -> list[dict[str, Any]]:
     """Compiles them; `variables` are those of `environment`. Raises RuntimeError where one fails."""
-    variables = variables | {"COMPILE_FOR": TARGETS[architecture].number}
-    command = [sys.executable, "-m", "tests.elsewhere.compile", architecture]
+    return lines_of("tests.elsewhere.compile", variables | {"COMPILE_FOR": TARGETS[architecture].number}, architecture)
+
+
+def lines_of(module: str, variables: dict[str, str], *arguments: str) -> list[Any]:
+    """Returns the lines of JSON that a module prints with `variables` as environment. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])

@@ -39,6 +39,8 @@ def row_statistics(
     end get -inf and 0. Their probabilities are then 0, and so are their gradients, whatever d_lse holds there.
     """
     operands, _, lse = residuals
+    # XLA would compute the sums of some shapes in the pass that transposes them, ten times as slow as alone.
+    products = lax.optimization_barrier(products)
     if problem.layout == "BNTH":
         products = jnp.swapaxes(products, 1, 2)
     zero_padding = lambda x: tile.zero_padding(x[..., None], lengths_of(operands.mask).q_lengths)[..., 0]
