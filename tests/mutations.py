@@ -124,7 +124,7 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/compute.py", "[times(x, qk_scale) for x in d_qk]", "d_qk", BACKWARD),
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
     Mutation("backends/hopper/backward/load.py", "if self.plan.has_head_parts else head", "if False else head", HEAD_PARTS),
-    Mutation("backends/hopper/backward/order.py", "head_parts, self.problem.group)", "head_parts, 64)", HEAD_PARTS),
+    Mutation("backends/gpu/backward_plan.py", "head_parts, self.problem.group)", "head_parts, 64)", HEAD_PARTS),
     Mutation("backends/hopper/backward/choose_order.py", "time + _MERGE + moved / _BYTES", "time", ORDER),
     Mutation("backends/hopper/backward/choose_order.py", "math.log2(max(min(fills, grid.l2_head_group), 1))", "0", ORDER),
     Mutation("backends/gpu/streamed_visits.py", "mask = without_lengths(self.mask)", "mask = self.mask", ORDER),

@@ -60,7 +60,7 @@ def test_order_of_grouped_heads(name):
     problem = problem_of_shapes(*dims, **mask)
     (kind,) = choose_passes(problem, GPU)
     plan = choose(problem, kind, GPU)
-    assert (plan.order.head_parts, plan.order.grid.l2_head_group) == (parts, at_once)
+    assert (plan.head_parts, plan.order.grid.l2_head_group) == (parts, at_once)
     named = dataclasses.replace(problem, config=Config(backward=BackwardConfig()))
     assert choose(named, kind, GPU).config == BackwardConfig()
 
@@ -73,14 +73,15 @@ def test_calls_of_any_size_have_an_order(H, keywords):
         problem = problem_of_shapes(B, T, N, K, H, **keywords)
         for kind in choose_passes(problem, GPU):
             for plan in candidates(problem, kind, GPU):
-                order = with_best_order(plan).order
-                assert order.grid.batch * order.grid.heads % order.grid.l2_head_group == 0
-                assert (N // K) % order.head_parts == 0
+                plan = with_best_order(plan)
+                grid = plan.order.grid
+                assert grid.batch * grid.heads % grid.l2_head_group == 0
+                assert (N // K) % plan.head_parts == 0
 
 
 def test_passes_that_hold_queries_have_no_parts():
     problem = problem_of_shapes(1, 4096, 8, 1, 128, deterministic_gradients=True, **CAUSAL)
-    parts = {kind.gives: choose(problem, kind, GPU).order.head_parts for kind in choose_passes(problem, GPU)}
+    parts = {kind.gives: choose(problem, kind, GPU).head_parts for kind in choose_passes(problem, GPU)}
     assert parts == {("dk", "dv"): 8, ("dq",): 1}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa.backends.mma.config import Config, DecodeConfig, ForwardConfig, FusedBackwardConfig
+from pallas_fa.backends.mma.config import BackwardConfig, Config, DecodeConfig, ForwardConfig, FusedBackwardConfig
 from tests import test_decode, test_paged_attention
 from tests.cases import Case
 from tests.test_gpu import KERNEL_CASES, LONG_CASES, RELATIVE_CASES, WIDE_CASES
@@ -45,6 +45,25 @@ def test_every_form_of_one_pass_is_accurate(tiles, mask, score, check):
 def test_values_in_registers_are_accurate_at_wide_heads(stages, mask, score, check):
     case = Case(333, 517, mask, score, "bfloat16", N=4, K=2, H=256, Hv=256)
     tiles = FusedBackwardConfig(2, 64, 16, stages, values_in_registers=True)
+    check(case, "mma", gradients=True, config=Config(backward=tiles))
+
+
+# Query heads of a key head in parts, each with CTAs of its own: (mask, score, dtype), (K, H, Hv), tiles.
+HEAD_PARTS = {
+    "H=64": (("causal", "plain", "bfloat16"), (1, 64, 64), FusedBackwardConfig(1, 128, 32, 1, head_parts=8)),
+    "shared columns": (("packed", "soft_cap", "bfloat16"), (2, 128, 128), FusedBackwardConfig(2, 128, 32, head_parts=2)),
+    "values in registers": (
+        ("lengths", "plain", "float16"), (1, 256, 256), FusedBackwardConfig(2, 64, 16, 1, True, head_parts=4),
+    ),
+    "two passes": (("causal", "bias", "bfloat16"), (1, 128, 100), BackwardConfig(2, 64, 32, head_parts=8)),
+    "three passes": (("full", "plain", "bfloat16"), (1, 192, 128), BackwardConfig(1, 64, 32, 1, head_parts=4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEAD_PARTS)
+def test_head_parts_are_accurate(name, check):
+    call, (K, H, Hv), tiles = HEAD_PARTS[name]
+    case = Case(1000, 1024, *call, N=8, K=K, H=H, Hv=Hv)
     check(case, "mma", gradients=True, config=Config(backward=tiles))
 
 

@@ -35,6 +35,32 @@ def test_one_pass_gives_all_gradients_where_it_can():
     assert [passes(H, gpu=RTX, bias=(4, 256, 256)) for H in (64, 128, 256)] == [one, one, one]
 
 
+CAUSAL = {"is_causal": True}
+# (B, S, N, K, H), the mask: how many parts of query heads, on an A100.
+PARTS = {
+    "8 heads on 1": ((1, 4096, 8, 1, 128), CAUSAL, 8),
+    "8 heads on 1, no mask": ((1, 4096, 8, 1, 128), {}, 8),
+    "one short sequence": ((1, 1024, 32, 8, 128), CAUSAL, 2),
+    "a batch": ((4, 4096, 32, 8, 128), CAUSAL, 1),
+    "a large batch": ((16, 4096, 32, 8, 128), CAUSAL, 1),
+    "lengths are not known": ((1, 2048, 8, 1, 64), dict(key_value_seq_lengths=jnp.array([9]), **CAUSAL), 8),
+    "heads of their own keys": ((1, 1024, 8, 8, 128), CAUSAL, 1),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_query_heads_are_in_parts_where_key_heads_are_few(name):
+    (B, S, N, K, H), mask, parts = PARTS[name]
+    q, k = (jax.ShapeDtypeStruct((B, S, heads, H), jnp.bfloat16) for heads in (N, K))
+    problem = lambda **keywords: problem_of_types(q, k, k, **mask, **keywords)
+    assert [plan.head_parts for plan in plans(problem(), A100)] == [parts]
+    assert [plan.head_parts for plan in plans(problem(deterministic_gradients=True), A100)] == [parts, 1]
+    named = problem(config=Config(backward=BackwardConfig()))
+    assert [plan.head_parts for plan in plans(named, A100)] == [1, 1]
+    said = pallas_fa.explain(q, k, k, implementation="mma", **mask)
+    assert ("parts in the backward" in said) == (parts > 1)
+
+
 def test_named_tiles_are_taken():
     assert passes(128, config=Config(backward=BackwardConfig())) == ["dk dv", "dq"]
     assert passes(128, config=Config(backward=FusedBackwardConfig(1, 64))) == ["dk dv dq"]
@@ -89,6 +115,15 @@ def test_tiles_of_the_forward_leave_gradients_to_who_can_do_them():
 def test_steps_of_too_many_queries_are_refused():
     with pytest.raises(ValueError, match=r"width=64 with wgs=4 makes steps of 256 queries; the most is 128"):
         FusedBackwardConfig(4, 64, 64)
+
+
+def test_head_parts_that_do_not_divide_the_query_heads_are_refused():
+    q, k = jnp.ones((1, 128, 4, 64), jnp.bfloat16), jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+    config = Config(backward=BackwardConfig(head_parts=3))
+    said = pallas_fa.explain(q, k, k, implementation="mma", config=config)
+    assert "head_parts=3 of config= does not divide the 4 query heads of a key head" in said
+    with pytest.raises(ValueError, match="head_parts=0 must be at least 1"):
+        FusedBackwardConfig(head_parts=0)
 
 
 def test_alibi_has_one_pass():

@@ -81,6 +81,37 @@ def test_backward_is_right_and_free_of_races(case, keywords):
     of_hopper_backward.is_right_and_free_of_races(case, keywords, **kernels)
 
 
+def _head_parts(tiles, **case):
+    deterministic = isinstance(tiles, BackwardConfig)  # in several passes
+    case = dataclasses.replace(of_hopper_backward.BASE, **dict(T=136, S=200, N=4, K=1, H=64, Hv=64) | case)
+    return case, {"config": Config(backward=tiles), "deterministic_gradients": deterministic}
+
+
+# The query heads of a key head are in parts.
+HEAD_PARTS = {
+    "causal": _head_parts(FusedBackwardConfig(1, 128, 32, stages=1, head_parts=2), mask="causal"),
+    "lengths, a part for each": _head_parts(FusedBackwardConfig(1, 64, 32, head_parts=4), mask="lengths", batch=(2,)),
+    "several key heads, shared columns": _head_parts(
+        FusedBackwardConfig(2, 64, 32, head_parts=2), N=8, K=2, H=128, Hv=100, mask="window_causal"
+    ),
+    "values in registers, float16": _head_parts(
+        FusedBackwardConfig(2, 128, 16, values_in_registers=True, head_parts=2), H=128, Hv=128, dtype="float16"
+    ),
+    "two passes, documents, dropout": _head_parts(
+        BackwardConfig(2, 64, 32, head_parts=2), mask="segments", score="soft_cap", dropout=0.3
+    ),
+    "three passes, bias": _head_parts(
+        BackwardConfig(1, 64, 32, stages=1, head_parts=4), H=160, mask="causal", score="bias"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_PARTS)
+def test_head_parts_are_right_and_free_of_races(name):
+    kernels = dict(backward=backward, why_no_backward=why_no_backward)
+    of_hopper_backward.is_right_and_free_of_races(*HEAD_PARTS[name], **kernels)
+
+
 @pytest.mark.parametrize("score", ["bias_shared", "bias_head_keys"])
 def test_backward_has_the_arrays_of_each_warpgroup(score):
     """Tiles of the mask and the bias, or a bias of keys, whose gradient the warpgroups have in parts."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_fa.backends.gpu.arrays import KernelArrays
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.dropout import in_memory as dropout_in_memory
-from pallas_fa.backends.gpu.gradient_pass import GradientPass
+from pallas_fa.backends.gpu.gradient_pass import ByRole, GradientPass
 from pallas_fa.backends.gpu.score_gradients import ScoreGradients
 from pallas_fa.backends.gpu.skewed import ROWS
 from pallas_fa.backends.gpu.streamed_visits import StreamedVisits
@@ -36,8 +37,8 @@ def is_scored(problem: Problem) -> bool:
 class BackwardCore:
     """The problem, the pass, its tiles, and what follows from these. `interpret`: for JAX's GPU interpret mode.
 
-    `config` has the positions of a stationary block (`block`), those that a warpgroup holds (`rows`), and those of the
-    streamed tile of a warpgroup (`width`): all of `tile`, or a part of them.
+    `config` has the positions of a stationary block (`block`), those that a warpgroup holds (`rows`), those of the
+    streamed tile of a warpgroup (`width`): all of `tile`, or a part of them, and `head_parts`.
     """
 
     problem: Problem
@@ -62,6 +63,29 @@ class BackwardCore:
         return self.config.width
 
     @property
+    def head_parts(self) -> int:
+        """Parts of the query heads of a key head, each with CTAs of its own (see `head_parts`).
+
+        A device's share of a call may have fewer of these heads than the call for which the tiles were named.
+        """
+        return math.gcd(self.config.head_parts, self.problem.group) if self.kind.keys_stationary else 1
+
+    @property
+    def has_head_parts(self) -> bool:
+        """Whether these are several."""
+        return self.head_parts > 1
+
+    @property
+    def heads(self) -> int:
+        """Stationary heads of one batch entry; a key head is one for each part of its query heads."""
+        return self.problem.K * self.head_parts if self.kind.keys_stationary else self.problem.dims.N
+
+    @property
+    def group(self) -> int:
+        """Query heads of a stationary head."""
+        return self.problem.dims.N // self.heads
+
+    @property
     def turns_arrays(self) -> bool:
         """Whether the kernel transposes tiles of arrays of 16-bit elements as it loads them."""
         return False
@@ -69,6 +93,11 @@ class BackwardCore:
     @property
     def visits(self) -> StreamedVisits:
         """Which tiles each CTA visits."""
+        raise NotImplementedError
+
+    @property
+    def tiles(self) -> ByRole:
+        """How the tiles of the operands lie in shared memory."""
         raise NotImplementedError
 
     @functools.cached_property

@@ -54,9 +54,8 @@ def _only_named(problem):
 
 
 def _remark(problem, kernels, gpu, has_backward):
-    from pallas_fa.backends.gpu import few_queries
+    from pallas_fa.backends.gpu import few_queries, head_parts
     from pallas_fa.backends.hopper.backward import choose as backward
-    from pallas_fa.backends.hopper.backward import choose_order
     from pallas_fa.backends.hopper.decode import choose as decode
     from pallas_fa.backends.hopper.forward import choose as forward
     from pallas_fa.backends.hopper.forward import split_heads
@@ -68,7 +67,7 @@ def _remark(problem, kernels, gpu, has_backward):
         remarks.append(split_heads.remark(forward.choose(kernels, gpu)))
     if has_backward:
         plans = (backward.choose(kernels, kind, gpu) for kind in backward.choose_passes(kernels, gpu))
-        remarks.append(choose_order.remark(plans))
+        remarks.append(head_parts.remark(plans))
     return "; ".join(filter(None, remarks)) or None
 
 

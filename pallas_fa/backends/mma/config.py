@@ -48,6 +48,8 @@ class BackwardConfig:
       width: positions of a streamed tile.
       stages: streamed tiles in shared memory. With 2, one is loaded while the one before is used.
       l2_head_group: as for the forward kernel.
+      head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
+        adds up.
     """
 
     wgs: int = 1
@@ -55,6 +57,7 @@ class BackwardConfig:
     width: int = 64
     stages: int = 2
     l2_head_group: int = 8
+    head_parts: int = 1
 
     def __post_init__(self):
         _check(self)
@@ -87,6 +90,8 @@ class FusedBackwardConfig:
       stages: tiles of queries in shared memory. With 2, one is loaded while the one before is used.
       values_in_registers: each warpgroup holds V of these keys in registers; there is none in shared memory.
       l2_head_group: as for the forward kernel.
+      head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
+        adds up.
     """
 
     wgs: int = 2
@@ -95,6 +100,7 @@ class FusedBackwardConfig:
     stages: int = 2
     values_in_registers: bool = False
     l2_head_group: int = 8
+    head_parts: int = 1
 
     def __post_init__(self):
         _check(self)
@@ -184,3 +190,5 @@ def _check(config: ForwardConfig | BackwardConfig | FusedBackwardConfig) -> None
         raise ValueError(f"stages={config.stages} must be 1 or 2.")
     if config.l2_head_group < 1:
         raise ValueError(f"l2_head_group={config.l2_head_group} must be at least 1.")
+    if not isinstance(config, ForwardConfig) and config.head_parts < 1:
+        raise ValueError(f"head_parts={config.head_parts} must be at least 1, for all query heads in one part.")

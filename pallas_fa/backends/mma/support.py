@@ -27,7 +27,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
     only_named = SLOWER_ON_HOPPER if gpu.compute_capability == "9.0" else NEVER_RUN
-    return Support(None, no_backward, _remark(problem, kernels, gpu), only_named)
+    return Support(None, no_backward, _remark(problem, kernels, gpu, not no_backward), only_named)
 
 
 def runs_on(gpu: Gpu) -> bool:
@@ -49,13 +49,16 @@ def _why_no_forward(problem, gpu):
     )
 
 
-def _remark(problem, kernels, gpu):
-    from pallas_fa.backends.gpu import few_queries
+def _remark(problem, kernels, gpu, has_backward):
+    from pallas_fa.backends.gpu import few_queries, head_parts
+    from pallas_fa.backends.mma.backward.choose import plans
     from pallas_fa.backends.mma.decode.choose import applies, choose
 
     remarks = [head_dims.remark(problem)]
     if applies(kernels):
         remarks.append(few_queries.remark(kernels, choose(kernels, gpu).config.kv_splits))
+    if has_backward:
+        remarks.append(head_parts.remark(plans(kernels, gpu)))
     return "; ".join(filter(None, remarks)) or None
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_fa.backends.float16_range import DsScale
+from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
 from pallas_fa.backends.gpu.head_dims import padded_backward
@@ -20,7 +21,7 @@ from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward import head_parts, tickets
+from pallas_fa.backends.hopper.backward import tickets
 from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
@@ -34,8 +35,8 @@ from pallas_fa.scores.base import float_arrays
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
     named = problem.config and problem.config.backward
-    if named and problem.group % named.head_parts:
-        return f"head_parts={named.head_parts} of config= does not divide the {problem.group} query heads of a key head"
+    if named and (reason := head_parts.why_not(problem, named.head_parts)):
+        return reason
     for kind in choose_passes(problem, gpu):
         plans = candidates(problem, kind, gpu)
         if not plans:
@@ -135,8 +136,7 @@ def _run(
     of_arrays |= dict(zip(of_arrays, added, strict=True))
     of_arrays |= dict(zip(plan.array_results, results[count:], strict=False))
     del results[count : count + len(stored)]
-    if plan.has_head_parts:
-        results[:count] = (head_parts.merged(plan, *x) for x in zip(plan.kind.stored, results, strict=False))
+    results = head_parts.with_parts_merged(plan, results)
     return found | plan.gradients(operands, results, [of_arrays[i] for i in scores.added])
 
 

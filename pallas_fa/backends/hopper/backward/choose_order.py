@@ -7,13 +7,14 @@ others fill the GPU (evidence: backward/head-parts).
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from pallas_fa.backends.gpu.busy import busy
 from pallas_fa.backends.gpu.grid import divisors
+from pallas_fa.backends.gpu.pass_costs import bytes_of_parts, flops_of_step
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 _MOST_CTAS = 4096  # past it, whatever their order, CTAs keep the GPU busy
@@ -32,36 +33,28 @@ _MERGE, _BYTES = 4.0, 2.5e6  # us of the kernel that adds parts up, and what it 
 def with_best_order(plan: BackwardPlan) -> BackwardPlan:
     """Returns the plan with the parts and the head groups that are estimated to be the fastest."""
     order = plan.order
-    most = _MOST_CTAS if order.group > 1 else _ROUNDS * plan.gpu.multiprocessors
+    most = _MOST_CTAS if plan.group > 1 else _ROUNDS * plan.gpu.multiprocessors
     if not plan.kind.keys_stationary or order.persistent or order.grid.ctas > most:
         return plan
     steps = plan.visits.counts
     timed = [(_time(x, steps), x) for x in _candidates(plan)]
     fastest = lambda some: min(some, key=lambda x: x[0])
-    usual = fastest(x for x in timed if x[1].config.head_parts == 1) if order.group > 1 else (_time(plan, steps), plan)
+    usual = fastest(x for x in timed if x[1].config.head_parts == 1) if plan.group > 1 else (_time(plan, steps), plan)
     best = fastest([usual, *timed])
     return best[1] if best[0] < _FASTER * usual[0] else usual[1]
-
-
-def remark(plans: Iterable[BackwardPlan]) -> str | None:
-    """Returns in how many parts query heads are in the passes of these plans, in words; None where they are in one."""
-    parts = max(plan.order.head_parts for plan in plans)
-    if parts == 1:
-        return None
-    return f"the query heads of a key head are in {parts} parts in the backward, which fills the GPU"
 
 
 def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
     order, mask = plan.order, plan.problem.mask
     changed = lambda **options: dataclasses.replace(plan, config=dataclasses.replace(plan.config, **options))
-    for parts in divisors(order.group):
+    for parts in divisors(plan.group):
         if parts > 1 and parts * order.grid.ctas > _MOST_CTAS and order.grid.ctas > plan.gpu.multiprocessors:
             return
         if not plan.kind.fused or mask is None or jax.tree.leaves(mask):
             yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
             continue
         for group in _heads_at_once(plan, parts):
-            if order.group > 1 or group >= order.grid.l2_head_group:
+            if plan.group > 1 or group >= order.grid.l2_head_group:
                 yield changed(head_parts=parts, l2_head_group=group)
 
 
@@ -75,19 +68,13 @@ def _heads_at_once(plan, parts):
 
 def _time(plan, steps):
     """Returns how long the pass takes, in us. `steps`: of each block, for one query head."""
-    c, kind, problem, grid = plan.config, plan.kind, plan.problem, plan.order.grid
-    qk, pv = 1 + kind.accumulates_qk + ("dq" in kind.gives), kind.accumulates_qk + kind.accumulates_pv
-    step = 2 * c.block * c.width * (qk * problem.H + pv * problem.Hv) / _FLOPS
-    of_ctas = steps * plan.order.group * step + _CTA_START
+    grid = plan.order.grid
+    of_ctas = steps * plan.group * flops_of_step(plan) / _FLOPS + _CTA_START
     groups = grid.batch * grid.heads // grid.l2_head_group
     time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), plan.gpu.multiprocessors)
-    if problem.mask is not None:
+    if plan.problem.mask is not None:
         time *= _slower_by_groups(plan, groups)
-    if c.head_parts == 1:
-        return time
-    columns = problem.H * kind.accumulates_qk + problem.Hv * kind.accumulates_pv
-    moved = problem.dims.B * problem.dims.S * columns * (2 * 4 * plan.order.heads + 2 * problem.K)
-    return time + _MERGE + moved / _BYTES
+    return time + _MERGE + bytes_of_parts(plan) / _BYTES if plan.has_head_parts else time
 
 
 def _slower_by_groups(plan, groups):
@@ -97,6 +84,6 @@ def _slower_by_groups(plan, groups):
     if plan.order.by_tile:  # of each head a few tiles are in use
         return 1 + _OF_L2 * math.log2(max(min(fills, grid.l2_head_group), 1))
     of_query = problem.dtype.itemsize * (problem.H + problem.Hv) + 4 * problem.H  # q and dO, and sums of dQ
-    streamed = grid.l2_head_group * plan.order.group * problem.dims.T * of_query
+    streamed = grid.l2_head_group * plan.group * problem.dims.T * of_query
     just_full = _JUST_FULL if problem.group > 1 and fills < 1.2 and groups > 1 else 0
     return _BY_HEAD * (1 + _OF_L2 * math.log2(max(streamed / _L2_HOLDS, 1)) + just_full)

@@ -77,7 +77,7 @@ def _store(w, d_qk, d_pv):
     plan, block, stores = w.plan, w.block, []
     qk_scale = w.qk_scale if d_qk else None  # long before it is used: it may come from device memory
     if plan.padding.gradients:  # the query heads of a key head have the same keys
-        first_head = block.head * plan.order.group
+        first_head = block.head * plan.group
         d_qk, d_pv = ([zero_keys(w, x, first_head) for x in given] for given in (d_qk, d_pv))
     d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
     d_qk = [times(x, qk_scale) for x in d_qk]

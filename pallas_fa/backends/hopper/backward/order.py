@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax.numpy as jnp
 
@@ -20,28 +19,16 @@ _L2_HOLDS = 32 * 2**20  # bytes of sums that the L2 cache holds beside what kern
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order of one pass, from what its plan holds."""
+    """The order of one pass, from what its plan holds. `heads`: stationary heads of one batch entry."""
 
     problem: Problem
+    heads: int
     kind: GradientPass
     config: BackwardConfig
     arrays: KernelArrays
     score_gradients: ScoreGradients
     visits: StreamedVisits
     gpu: Gpu
-
-    @property
-    def head_parts(self) -> int:
-        """Parts of the query heads of a key head, each with CTAs of its own (see `head_parts`).
-
-        A device's share of a call may have fewer of these heads than the call for which the tiles were named.
-        """
-        return math.gcd(self.config.head_parts, self.problem.group) if self.kind.keys_stationary else 1
-
-    @property
-    def heads(self) -> int:
-        """Stationary heads of one batch entry; a key head is one for each part of its query heads."""
-        return self.problem.K * self.head_parts if self.kind.keys_stationary else self.problem.dims.N
 
     @property
     def group(self) -> int:

@@ -16,7 +16,7 @@ from pallas_fa.masks.lengths import lengths_of
 
 def zero_stationary(w: Warpgroup) -> None:
     """Zeroes keys past the key length, the longest of the query heads that share them."""
-    group = w.plan.order.group
+    group = w.plan.group
     per_head = lengths_of(w.plan.problem.mask).kv_lengths.shape[1] > 1
     lengths = [_lengths(w, w.block.head * group + g).kv_lengths for g in range(group if per_head else 1)]
     length = lengths[0]

@@ -142,11 +142,6 @@ class BackwardPlan(BackwardCore):
         return bound is not None and bound <= 100
 
     @property
-    def has_head_parts(self) -> bool:
-        """Whether the query heads of a key head are in parts, each with CTAs of its own (see `head_parts`)."""
-        return self.order.head_parts > 1
-
-    @property
     def several_blocks(self) -> bool:
         """Whether a CTA may process several stationary blocks, one after the other."""
         return self.order.persistent
@@ -256,7 +251,7 @@ class BackwardPlan(BackwardCore):
     def order(self) -> Order:
         """The order in which CTAs visit heads and tiles."""
         pieces = self.config, self.arrays, self.score_gradients, self.visits
-        return Order(self.problem, self.kind, *pieces, self.gpu)
+        return Order(self.problem, self.heads, self.kind, *pieces, self.gpu)
 
     @property
     def array_tiles(self) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class Warpgroup:
 
     @property
     def _has_one_head(self):
-        return self.plan.order.group == 1
+        return self.plan.group == 1
 
     def visits(self, n: Any) -> tuple[tuple[Any, Any], Visits]:
         """Returns the tiles [first, last) that the block visits for query head n, and the visits of this warpgroup."""

@@ -105,7 +105,7 @@ def _block(plan, at, done, *among):
 
 def for_heads(plan: BackwardPlan, block: Block, body: Callable[[Any, Any], Any]) -> Any:
     """Calls body(n, steps before) -> steps after, for each query head of the block; returns the steps after it."""
-    group = plan.order.group
+    group = plan.group
     first = block.head * group
     if group == 1:
         return body(first, block.done)
@@ -150,7 +150,7 @@ def tile_of_step(plan: BackwardPlan, block: Block, visit_table: Any, n: Any, las
 
 def for_tiles(plan: BackwardPlan, block: Block, first: Any, last: Any, done: Any, step: Callable[..., None]) -> Any:
     """Calls step(tile, n, steps before) for all heads of each of the tiles [first, last); returns `done` plus the steps."""
-    group = plan.order.group
+    group = plan.group
 
     def of_tile(i, _):
         tile, before = jnp.where(block.down, last - 1 - i, first + i), done + i * group

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.float16_range import in_float16_range
+from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.elementwise import LOG2E
 from pallas_fa.backends.gpu.gradient_tile import why_not_pullback
@@ -31,6 +32,9 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
+    named = problem.config and problem.config.backward
+    if named and (reason := head_parts.why_not(problem, named.head_parts)):
+        return reason
     for plan in plans(problem, gpu):
         if reason := plan.why_not_fused or plan.why_not_deterministic:
             return reason
@@ -69,6 +73,8 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
     added = [jax.new_ref(jnp.full(plan.added_shape(i), zero)) for i in scores.added]
     dq = [jax.new_ref(jnp.full(plan.dq.shape, zero))] if kind.fused else []
     inputs = dict(dq=q, dk=k, dv=v)
+    type_of = lambda name: jax.ShapeDtypeStruct(inputs[name].shape, plan.problem.dtype)
+    of_stationary = head_parts.types(plan) if plan.has_head_parts else map(type_of, kind.stored)
 
     def flash_attention_backward(*refs, **scratch):  # the name that profilers show
         (FusedBackward if kind.fused else Backward)(plan, named(plan, refs), scratch).run()
@@ -82,7 +88,7 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
         *added,
         *dq,
         out_type=(
-            *(jax.ShapeDtypeStruct(inputs[name].shape, plan.problem.dtype) for name in kind.stored),
+            *of_stationary,
             *(jax.ShapeDtypeStruct(plan.summed_shape(), jnp.float32) for _ in scores.summed),
         ),
         ctas=plan.grid.ctas,
@@ -90,7 +96,7 @@ def run(plan: BackwardPlan, operands: Operands, d_out: Any, neg_lse: Any, delta:
         scratch=scratch_of(plan),
         semantics=plgpu.LoweringSemantics.Lane,
     )
-    found = plan.gradients(operands, results, [jax.freeze(ref) for ref in added])
+    found = plan.gradients(operands, head_parts.with_parts_merged(plan, results), [jax.freeze(ref) for ref in added])
     if kind.fused:
         found["dq"] = plan.dq.total(jax.freeze(*dq), plan.qk_scale, plan.problem.dtype)
     return found

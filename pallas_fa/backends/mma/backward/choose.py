@@ -2,6 +2,7 @@
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
+from pallas_fa.backends.mma.backward.choose_parts import with_best_parts
 from pallas_fa.backends.mma.backward.plan import FUSED, BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu
 from pallas_fa.backends.mma.backward.table import BackwardFacts, backward_configs
@@ -15,6 +16,12 @@ def plans(problem: Problem, gpu: Gpu, interpret: bool = False) -> tuple[Backward
 
     Their tiles are those that the call names, else the first of the table that fit shared memory.
     """
+    is_named = problem.config and problem.config.backward
+    found = _with_tiles(problem, gpu, interpret)
+    return found if is_named else tuple(map(with_best_parts, found))
+
+
+def _with_tiles(problem, gpu, interpret):
     named = problem.config and problem.config.backward
     of = lambda kind, config: BackwardPlan(problem, kind, config, gpu, interpret)
     if isinstance(named, FusedBackwardConfig):

@@ -30,8 +30,10 @@ class FusedBackward(Backward):
 
     def _columns(self, smem):
         """This warpgroup's columns of a tile."""
-        count = smem.shape[1] // self.plan.config.wgs
-        return smem.at[:, pl.ds(self.cta.wg * count, count)]
+        return smem.at[:, self._own_columns(smem.shape[1] // self.plan.config.wgs)]
+
+    def _own_columns(self, count):
+        return pl.ds(self.cta.wg * count, count)
 
     def _plus_products(self, at, slot, sums, release):
         plan, scratch = self.plan, self.scratch
@@ -74,14 +76,18 @@ class FusedBackward(Backward):
 
     def _store(self, sums):
         self.cta.wait_for_copies()
+        if self.plan.has_head_parts:
+            self._store_parts(sums)
+            return
+        dtype = self.plan.problem.dtype
         dk, dv = self._stationary("qk"), self._stationary("pv")
         store_dv = lambda: self.cta.only(0, lambda: self._store_tile(self.plan.tiles.stationary_pv, dv, "dv"))
-        self._columns(dv)[...] = self._values_gradient(sums)
+        self._columns(dv)[...] = self._values_gradient(sums).astype(dtype)
         if self.plan.values_in_registers:  # dK may take the same slot
             self.cta.meet()
             store_dv()
             self.cta.meet()
-        self._columns(dk)[...] = self._qk_gradient(sums)
+        self._columns(dk)[...] = self._qk_gradient(sums).astype(dtype)
         self.cta.meet()
         if not self.plan.values_in_registers:
             store_dv()

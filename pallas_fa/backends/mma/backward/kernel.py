@@ -67,10 +67,10 @@ class Backward:
 
     def run(self) -> None:
         """Computes the gradients of the block and stores them."""
-        kind, group = self.plan.kind, self.plan.problem.group
+        group = self.plan.group
         self._load_stationary()
         sums = self._no_sums()
-        if kind.keys_stationary and group > 1:
+        if group > 1:
             sums = lax.fori_loop(0, group, lambda g, sums: self._head(self.head * group + g, sums), sums)
         else:
             sums = self._head(self.head, sums)
@@ -203,14 +203,17 @@ class Backward:
     def _store(self, sums):
         plan, kind = self.plan, self.plan.kind
         self.cta.wait_for_copies()
+        if plan.has_head_parts:
+            self._store_parts(sums)
+            return
         stores = []
         if kind.accumulates_pv:
             target = self._stationary("pv")
-            target[...] = self._values_gradient(sums)
+            target[...] = self._values_gradient(sums).astype(plan.problem.dtype)
             stores.append((plan.tiles.stationary_pv, target, "dv"))
         if kind.accumulates_qk:
             target = self._stationary("qk")
-            target[...] = self._qk_gradient(sums)
+            target[...] = self._qk_gradient(sums).astype(plan.problem.dtype)
             stores.append((plan.tiles.stationary_qk, target, "dk" if kind.keys_stationary else "dq"))
         self.cta.meet()
         for store in stores:
@@ -218,10 +221,21 @@ class Backward:
 
     def _values_gradient(self, sums):
         dv, scale = self.mma.accumulated(sums.pv), self.plan.dropout_scale
-        return (dv if scale is None else dv * scale).astype(self.plan.problem.dtype)
+        return dv if scale is None else dv * scale
 
     def _qk_gradient(self, sums):
-        return (self.mma.accumulated(sums.qk) * self.plan.qk_scale).astype(self.plan.problem.dtype)
+        return self.mma.accumulated(sums.qk) * self.plan.qk_scale
+
+    def _store_parts(self, sums):
+        """Stores gradients in float32, from registers: the query heads are those of a part of a key head."""
+        rows = pl.ds(self.start, self.plan.config.rows)
+        for name in self.plan.kind.stored:
+            x = dict(dk=self._qk_gradient, dv=self._values_gradient)[name](sums)
+            self.gmem.gradients[name][self.b, self.head, rows, self._own_columns(x.shape[1])] = x
+
+    def _own_columns(self, count):
+        """Those of which this warpgroup holds the gradients, `count`."""
+        return pl.ds(0, count)
 
     def _store_tile(self, tiles, source, name):
         tiles.store(self.cta.copies, source, self.gmem.gradients[name], self.b, self.start, self.head)
@@ -247,7 +261,8 @@ class Backward:
 
     def _load_stationary_tile(self, name, length):
         tiles, gmem = getattr(self.plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
-        tiles.load(self.cta.copies, gmem, self.b, self.start, self.head, self._stationary(name), length)
+        head = lax.div(self.head, jnp.int32(self.plan.head_parts)) if self.plan.has_head_parts else self.head
+        tiles.load(self.cta.copies, gmem, self.b, self.start, head, self._stationary(name), length)
 
     def _load_row(self, gmem, first, smem):
         (count,), length = smem.shape, gmem.shape[0]
@@ -316,13 +331,10 @@ class Backward:
 
     def _stationary_length(self) -> Any:
         """That of the stationary sequence: the longest of the query heads that share it."""
-        plan = self.plan
-        group, first = (
-            (plan.problem.group, self.head * plan.problem.group) if plan.kind.keys_stationary else (1, self.head)
-        )
-        lengths = lengths_of(plan.problem.mask).kv_lengths
+        group = self.plan.group
+        lengths = lengths_of(self.plan.problem.mask).kv_lengths
         heads = group if lengths is not None and lengths.shape[1] > 1 else 1
-        longest, *others = (self._length(self._scalars(first + g), streamed=False) for g in range(heads))
+        longest, *others = (self._length(self._scalars(self.head * group + g), streamed=False) for g in range(heads))
         for other in others:
             longest = jnp.maximum(longest, other)
         return longest

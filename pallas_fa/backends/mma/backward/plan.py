@@ -96,11 +96,6 @@ class BackwardPlan(BackwardCore):
         """Returns the gradient of array i, which is `x`, from what the kernel gave: summed over parts and broadcast dims."""
         return super().array_gradient(i, d.sum(axis=0) if i in self.score_gradients.summed else d, x)
 
-    @property
-    def heads(self) -> int:
-        """Stationary heads of one batch entry."""
-        return self.problem.K if self.kind.keys_stationary else self.problem.dims.N
-
     @functools.cached_property
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
