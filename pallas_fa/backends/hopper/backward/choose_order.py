@@ -19,15 +19,15 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 _MOST_CTAS = 4096  # past it, whatever their order, CTAs keep the GPU busy
 _ROUNDS = 12  # of CTAs on all multiprocessors, past which they do so in the table's order of heads that are not grouped
-_FASTER = 0.97  # of the time without parts, or with the heads of the table, to be worth it
+_FASTER = 0.99  # of the time without parts, or with the heads of the table, to be worth it
 # What the times below are made of.
 _CTA_START = 4.0  # us
 _FLOPS = 4.2e6  # a us, of one multiprocessor
-_OF_L2 = 0.06  # more time for each doubling of what shares the L2 cache, from what it holds
-_L2_HOLDS = 96e6  # bytes that head groups stream, of which L2 holds what is in use
+_OF_L2 = 0.06  # more time, tile after tile, for each doubling of the heads that share the L2 cache
+_STREAMED, _HIDDEN = 4.5e6, 0.88  # bytes that memory streams a us, and what part of that time matmuls hide
 _BY_HEAD = 1.05  # times the time of tile after tile
-_JUST_FULL = 0.03  # more time where a head group fills the GPU but once, and waits for the one before
-_MERGE, _BYTES = 4.0, 2.5e6  # us of the kernel that adds parts up, and what it and the stores move a us
+_JUST_FULL = 0.02  # more time where several head groups follow each other and each fills the GPU but once
+_MERGE, _BYTES = 4.0, 5e6  # us of the kernel that adds parts up, and what it and the stores move a us
 
 
 def with_best_order(plan: BackwardPlan) -> BackwardPlan:
@@ -73,17 +73,21 @@ def _time(plan, steps):
     groups = grid.batch * grid.heads // grid.l2_head_group
     time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), plan.gpu.multiprocessors)
     if plan.problem.mask is not None:
-        time *= _slower_by_groups(plan, groups)
+        time = _in_groups(plan, time, steps)
     return time + _MERGE + bytes_of_parts(plan) / _BYTES if plan.has_head_parts else time
 
 
-def _slower_by_groups(plan, groups):
-    """Returns by what factor the pass takes longer because heads share L2, or groups of heads follow each other."""
+def _in_groups(plan, time, steps):
+    """Returns how long the pass takes, whose matmuls take `time`, where so many heads share the L2 cache."""
     problem, grid = plan.problem, plan.order.grid
     fills = grid.l2_head_group * grid.ctas_per_head / plan.gpu.multiprocessors
     if plan.order.by_tile:  # of each head a few tiles are in use
-        return 1 + _OF_L2 * math.log2(max(min(fills, grid.l2_head_group), 1))
+        return time * (1 + _OF_L2 * math.log2(max(min(fills, grid.l2_head_group), 1)))
+    just_full = _JUST_FULL if fills < 1.2 and grid.batch * grid.heads > grid.l2_head_group else 0
     of_query = problem.dtype.itemsize * (problem.H + problem.Hv) + 4 * problem.H  # q and dO, and sums of dQ
-    streamed = grid.l2_head_group * plan.group * problem.dims.T * of_query
-    just_full = _JUST_FULL if problem.group > 1 and fills < 1.2 and groups > 1 else 0
-    return _BY_HEAD * (1 + _OF_L2 * math.log2(max(streamed / _L2_HOLDS, 1)) + just_full)
+    queries = problem.dims.B * problem.dims.N * problem.dims.T
+    # The CTAs of a head that run at once stream what they see together, those that start later once more: under a causal
+    # mask, where each sees half of the queries in the mean, nearly all; under a window little of it is the same.
+    seen = min(2 * steps.mean() / plan.visits.tiles, 1)
+    streamed = max(fills * seen, 1) * queries * of_query
+    return time * _BY_HEAD * (1 + just_full) + (1 - _HIDDEN) * streamed / _STREAMED
