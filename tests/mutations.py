@@ -47,6 +47,7 @@ FLOAT32, PARTS = "tests/test_float32.py -k interpreted", "tests/test_float32.py 
 FLOAT16 = "tests/test_float16_range.py"
 COPIES = "tests/test_mma_copies.py"
 MMA_DECODE, MMA_PAGES = (f"tests/test_mma_decode.py -k {name}" for name in ("one_piece", "pages"))
+MMA_PLAN, MMA_PARTS = "tests/test_mma_backward_plan.py -k parts", "tests/test_mma_interpreted.py -k head_parts"
 MMA_BACKWARD = "tests/test_mma_interpreted.py -k backward"
 PADDING = "tests/test_padding_by_rows.py -k harmless"
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
@@ -125,11 +126,15 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/step.py", "times(x, w.qk_scale).astype", "x.astype", BACKWARD),
     Mutation("backends/hopper/backward/load.py", "if self.plan.has_head_parts else head", "if False else head", HEAD_PARTS),
     Mutation("backends/gpu/backward_plan.py", "head_parts, self.problem.group)", "head_parts, 64)", HEAD_PARTS),
-    Mutation("backends/hopper/backward/choose_order.py", "time + _MERGE + moved / _BYTES", "time", ORDER),
+    Mutation("backends/hopper/backward/choose_order.py", "_MERGE + bytes_of_parts(plan) / _BYTES", "0", ORDER),
     Mutation("backends/hopper/backward/choose_order.py", "math.log2(max(min(fills, grid.l2_head_group), 1))", "0", ORDER),
+    Mutation("backends/hopper/backward/choose_order.py", "max(fills * seen, 1)", "1", ORDER),
+    Mutation("backends/mma/backward/choose_parts.py", "_MERGE + bytes_of_parts(plan) / _BYTES", "0", MMA_PLAN),
+    Mutation("backends/mma/backward/kernel.py", "lax.div(self.head, jnp.int32(self.plan.head_parts))", "self.head", MMA_PARTS),
+    Mutation("backends/mma/backward/fused.py", "pl.ds(self.cta.wg * count, count)", "pl.ds(0, count)", MMA_PARTS),
     Mutation("backends/gpu/streamed_visits.py", "mask = without_lengths(self.mask)", "mask = self.mask", ORDER),
     Mutation("backends/hopper/forward/plan.py", "count if count <= N else count - count % N", "count", SPLIT),
-    Mutation("backends/hopper/backward/order.py", "self.problem.dims.N // self.heads", "self.problem.group", HEAD_PARTS),
+    Mutation("backends/gpu/backward_plan.py", "self.problem.dims.N // self.heads", "self.problem.group", HEAD_PARTS),
     Mutation("backends/hopper/backward/step.py", "() if plan.p_before_dp else accs.pv", "accs.pv", AT_192),
     Mutation("backends/hopper/backward/plan.py", "self.scored or self.padding.behind_mask", "self.scored", LOWERED_192),
     Mutation("backends/hopper/backward/step.py", "if plan.config.dk_last:", "if False:", BACKWARD),

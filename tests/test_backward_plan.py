@@ -44,6 +44,8 @@ ORDERS = {
     "blocks of a head fill the GPU": ((1, 16384, 32, 4, 128), CAUSAL, 1, 1),
     "blocks of four heads do": ((1, 4096, 32, 8, 128), CAUSAL, 1, 4),
     "blocks of no number of heads do": ((1, 6144, 32, 8, 128), CAUSAL, 1, 4),
+    "parts where blocks of eight heads end together": ((1, 6144, 64, 8, 128), CAUSAL, 4, 4),
+    "as many heads at once as memory can stream": ((4, 2048, 14, 2, 64), CAUSAL, 7, 14),
     "a large batch": ((16, 4096, 32, 8, 128), CAUSAL, 1, 4),
     "lengths are not known": ((1, 2048, 32, 8, 128), dict(key_value_seq_lengths=np.array([9]), **CAUSAL), 2, 16),
     "heads of their own keys": ((1, 6144, 16, 16, 128), CAUSAL, 1, 8),

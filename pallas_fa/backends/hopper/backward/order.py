@@ -30,11 +30,6 @@ class Order:
     visits: StreamedVisits
     gpu: Gpu
 
-    @property
-    def group(self) -> int:
-        """Query heads of a stationary head."""
-        return self.problem.dims.N // self.heads
-
     @functools.cached_property
     def grid(self) -> Grid:
         """The CTAs of the kernel."""
@@ -110,7 +105,7 @@ class Order:
         What depends on the head alone would be loaded again in each step, so there must be nothing of the kind.
         """
         problem = self.problem
-        of_group = self.kind.fused and self.group > 1 and problem.mask is not None
+        of_group = self.kind.fused and self.heads < problem.dims.N and problem.mask is not None
         per_head = self.score_gradients.summed or self.arrays.of_kind("scalar")
         of_group = of_group and not self.persistent
         return self.config.by_tile and of_group and not per_head and self.visits.known is not None

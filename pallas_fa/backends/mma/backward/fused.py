@@ -75,10 +75,6 @@ class FusedBackward(Backward):
         self.scratch[name].at[self.cta.wg][...] = x.astype(self.plan.problem.dtype)
 
     def _store(self, sums):
-        self.cta.wait_for_copies()
-        if self.plan.has_head_parts:
-            self._store_parts(sums)
-            return
         dtype = self.plan.problem.dtype
         dk, dv = self._stationary("qk"), self._stationary("pv")
         store_dv = lambda: self.cta.only(0, lambda: self._store_tile(self.plan.tiles.stationary_pv, dv, "dv"))

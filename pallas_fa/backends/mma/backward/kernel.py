@@ -74,7 +74,11 @@ class Backward:
             sums = lax.fori_loop(0, group, lambda g, sums: self._head(self.head * group + g, sums), sums)
         else:
             sums = self._head(self.head, sums)
-        self._store(sums)
+        self.cta.wait_for_copies()
+        if self.plan.has_head_parts:
+            self._store_parts(sums)
+        else:
+            self._store(sums)
 
     def _no_sums(self):
         plan, kind = self.plan, self.plan.kind
@@ -202,10 +206,6 @@ class Backward:
 
     def _store(self, sums):
         plan, kind = self.plan, self.plan.kind
-        self.cta.wait_for_copies()
-        if plan.has_head_parts:
-            self._store_parts(sums)
-            return
         stores = []
         if kind.accumulates_pv:
             target = self._stationary("pv")
