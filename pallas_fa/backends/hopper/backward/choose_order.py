@@ -19,7 +19,7 @@ from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 _MOST_CTAS = 4096  # past it, whatever their order, CTAs keep the GPU busy
 _ROUNDS = 12  # of CTAs on all multiprocessors, past which they do so in the table's order of heads that are not grouped
-_FASTER = 0.99  # of the time without parts, or with the heads of the table, to be worth it
+_FASTER = 0.98  # of the time without parts, or with the heads of the table, to be worth it
 # What the times below are made of.
 _CTA_START = 4.0  # us
 _FLOPS = 4.2e6  # a us, of one multiprocessor
