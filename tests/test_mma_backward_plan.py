@@ -8,6 +8,7 @@ import pytest
 
 import pallas_fa
 from pallas_fa import scores
+from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.mma.backward.choose import plans
 from pallas_fa.backends.mma.config import BackwardConfig, Config, ForwardConfig, FusedBackwardConfig
@@ -59,6 +60,22 @@ def test_query_heads_are_in_parts_where_key_heads_are_few(name):
     assert [plan.head_parts for plan in plans(named, A100)] == [1, 1]
     said = pallas_fa.explain(q, k, k, implementation="mma", **mask)
     assert ("parts in the backward" in said) == (parts > 1)
+
+
+def plans_of(B, T, S, N, K, H, gpu, **keywords):
+    q, k = (jax.ShapeDtypeStruct((B, length, heads, H), jnp.bfloat16) for length, heads in ((T, N), (S, K)))
+    return plans(problem_of_types(q, k, k, **keywords), gpu)
+
+
+def test_parts_of_few_keys_cost_what_whole_blocks_do():
+    assert [plan.head_parts for plan in plans_of(32, 65, 5, 142, 2, 128, A100, **CAUSAL)] == [1]
+
+
+def test_explain_says_where_passes_have_different_parts():
+    found = plans_of(16, 348, 348, 32, 1, 192, RTX)
+    assert [plan.head_parts for plan in found] == [8, 4, 1]
+    said = head_parts.remark(found)
+    assert said == "the query heads of a key head are in up to 8 parts in the backward, each with CTAs of its own"
 
 
 def test_named_tiles_are_taken():

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_fa.backends.gpu.arrays import KernelArrays
@@ -64,7 +65,7 @@ class BackwardCore:
 
     @property
     def head_parts(self) -> int:
-        """Parts of the query heads of a key head, each with CTAs of its own (see `head_parts`).
+        """Parts of the query heads of a key head, each with CTAs of its own (see `gpu.head_parts`).
 
         A device's share of a call may have fewer of these heads than the call for which the tiles were named.
         """
@@ -84,6 +85,17 @@ class BackwardCore:
     def group(self) -> int:
         """Query heads of a stationary head."""
         return self.problem.dims.N // self.heads
+
+    def head_in_memory(self, head: Any) -> Any:
+        """Returns, in a kernel, which head of the stationary operands a stationary head has."""
+        return lax.div(head, jnp.int32(self.head_parts)) if self.has_head_parts else head
+
+    @property
+    def flops_of_step(self) -> float:
+        """Those of the matmuls of a CTA's step."""
+        kind, problem = self.kind, self.problem
+        qk, pv = 1 + kind.accumulates_qk + ("dq" in kind.gives), kind.accumulates_qk + kind.accumulates_pv
+        return 2 * self.config.block * self.tile * (qk * problem.H + pv * problem.Hv)
 
     @property
     def turns_arrays(self) -> bool:

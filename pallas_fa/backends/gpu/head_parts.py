@@ -4,15 +4,20 @@ CTAs store what the query heads of their part give of the gradients of keys and 
 parts, always in the same order (evidence: backward/head-parts).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_fa.backends.gpu.backward_plan import BackwardCore
+from pallas_fa.backends.gpu.grid import divisors
 from pallas_fa.problem import Problem
 
+MOST_CTAS = 4096  # past it, whatever their order, CTAs keep the GPU busy
+_MERGE = 4.0  # us of the kernel that adds parts up, beside what it moves
+_NEARLY = 1.005  # times as long as the fastest
 _OPERAND = dict(dk="stationary_qk", dv="stationary_pv")
 
 
@@ -25,10 +30,37 @@ def why_not(problem: Problem, parts: int) -> str | None:
 
 def remark(plans: Iterable[BackwardCore]) -> str | None:
     """Returns in how many parts query heads are in the passes of these plans, in words; None where they are in one."""
-    parts = max(plan.head_parts for plan in plans)
-    if parts == 1:
+    parts = {plan.head_parts for plan in plans if plan.kind.keys_stationary}
+    if parts == {1}:
         return None
-    return f"the query heads of a key head are in {parts} parts in the backward, which fills the GPU"
+    count = f"{max(parts)}" if len(parts) == 1 else f"up to {max(parts)}"
+    return f"the query heads of a key head are in {count} parts in the backward, each with CTAs of its own"
+
+
+def to_try(plan: BackwardCore, ctas: int) -> list[int]:
+    """Returns numbers of parts that may be faster than the one of `plan`, whose CTAs are `ctas`, and 1.
+
+    Past `MOST_CTAS` these keep the GPU busy. Where key heads alone do not fill it, any number may be needed.
+    """
+    few = ctas <= plan.gpu.multiprocessors
+    return [parts for parts in divisors(plan.group) if parts == 1 or few or parts * ctas <= MOST_CTAS]
+
+
+def cost(plan: BackwardCore, bytes_per_us: float) -> float:
+    """Returns how many us parts cost: whole blocks and tiles are written, keys among them read, and their sums written."""
+    if not plan.has_head_parts:
+        return 0.0
+    stored, problem = types(plan), plan.problem
+    written = sum(math.prod(x.shape) * x.dtype.itemsize for x in stored)
+    columns = sum(getattr(plan.tiles, _OPERAND[name]).dim for name in plan.kind.stored)
+    read = problem.dims.B * problem.dims.S * columns * (4 * plan.heads + problem.dtype.itemsize * problem.K)
+    return _MERGE + (written + read) / bytes_per_us
+
+
+def fewest[Plan: BackwardCore](timed: Sequence[tuple[float, Plan]]) -> tuple[float, Plan]:
+    """Returns (time, plan) of the fastest of these with the fewest parts of which one is nearly as fast as any."""
+    limit = min(time for time, _ in timed) * _NEARLY
+    return min((x for x in timed if x[0] <= limit), key=lambda x: (x[1].head_parts, x[0]))
 
 
 def types(plan: BackwardCore) -> tuple[jax.ShapeDtypeStruct, ...]:

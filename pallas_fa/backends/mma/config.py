@@ -49,7 +49,7 @@ class BackwardConfig:
       stages: streamed tiles in shared memory. With 2, one is loaded while the one before is used.
       l2_head_group: as for the forward kernel.
       head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
-        adds up.
+        adds up: a divisor of these heads, for calls whose blocks of keys do not fill the GPU.
     """
 
     wgs: int = 1
@@ -91,7 +91,7 @@ class FusedBackwardConfig:
       values_in_registers: each warpgroup holds V of these keys in registers; there is none in shared memory.
       l2_head_group: as for the forward kernel.
       head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
-        adds up.
+        adds up: a divisor of these heads, for calls whose blocks of keys do not fill the GPU.
     """
 
     wgs: int = 2

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.busy import busy
 from pallas_fa.backends.gpu.grid import divisors
-from pallas_fa.backends.gpu.pass_costs import bytes_of_parts, flops_of_step
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
-_MOST_CTAS = 4096  # past it, whatever their order, CTAs keep the GPU busy
 _ROUNDS = 12  # of CTAs on all multiprocessors, past which they do so in the table's order of heads that are not grouped
 _FASTER = 0.98  # of the time without parts, or with the heads of the table, to be worth it
 # What the times below are made of.
@@ -27,29 +26,27 @@ _OF_L2 = 0.06  # more time, tile after tile, for each doubling of the heads that
 _STREAMED, _HIDDEN = 4.5e6, 0.88  # bytes that memory streams a us, and what part of that time matmuls hide
 _BY_HEAD = 1.05  # times the time of tile after tile
 _JUST_FULL = 0.02  # more time where several head groups follow each other and each fills the GPU but once
-_MERGE, _BYTES = 4.0, 5e6  # us of the kernel that adds parts up, and what it and the stores move a us
+_BYTES = 5e6  # a us, of parts
 
 
 def with_best_order(plan: BackwardPlan) -> BackwardPlan:
     """Returns the plan with the parts and the head groups that are estimated to be the fastest."""
     order = plan.order
-    most = _MOST_CTAS if plan.group > 1 else _ROUNDS * plan.gpu.multiprocessors
+    most = head_parts.MOST_CTAS if plan.group > 1 else _ROUNDS * plan.gpu.multiprocessors
     if not plan.kind.keys_stationary or order.persistent or order.grid.ctas > most:
         return plan
     steps = plan.visits.counts
     timed = [(_time(x, steps), x) for x in _candidates(plan)]
     fastest = lambda some: min(some, key=lambda x: x[0])
     usual = fastest(x for x in timed if x[1].config.head_parts == 1) if plan.group > 1 else (_time(plan, steps), plan)
-    best = fastest([usual, *timed])
+    best = head_parts.fewest([usual, *timed])
     return best[1] if best[0] < _FASTER * usual[0] else usual[1]
 
 
 def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
     order, mask = plan.order, plan.problem.mask
     changed = lambda **options: dataclasses.replace(plan, config=dataclasses.replace(plan.config, **options))
-    for parts in divisors(plan.group):
-        if parts > 1 and parts * order.grid.ctas > _MOST_CTAS and order.grid.ctas > plan.gpu.multiprocessors:
-            return
+    for parts in head_parts.to_try(plan, order.grid.ctas):
         if not plan.kind.fused or mask is None or jax.tree.leaves(mask):
             yield changed(head_parts=parts, l2_head_group=plan.config.l2_head_group * parts)
             continue
@@ -69,12 +66,12 @@ def _heads_at_once(plan, parts):
 def _time(plan, steps):
     """Returns how long the pass takes, in us. `steps`: of each block, for one query head."""
     grid = plan.order.grid
-    of_ctas = steps * plan.group * flops_of_step(plan) / _FLOPS + _CTA_START
+    of_ctas = steps * (plan.group * plan.flops_of_step / _FLOPS) + _CTA_START
     groups = grid.batch * grid.heads // grid.l2_head_group
     time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), plan.gpu.multiprocessors)
     if plan.problem.mask is not None:
         time = _in_groups(plan, time, steps)
-    return time + _MERGE + bytes_of_parts(plan) / _BYTES if plan.has_head_parts else time
+    return time + head_parts.cost(plan, _BYTES)
 
 
 def _in_groups(plan, time, steps):

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import PER_ROW
-from pallas_fa.backends.hopper.backward import head_parts, work
+from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_stationary
 from pallas_fa.backends.hopper.backward.scale_ds import scale_stationary, times
 from pallas_fa.backends.hopper.backward.step import skip, step
@@ -83,7 +83,7 @@ def _store(w, d_qk, d_pv):
     d_qk = [times(x, qk_scale) for x in d_qk]
     if plan.has_head_parts:
         for name in plan.kind.stored:
-            head_parts.store(w, name, dict(dk=d_qk, dv=d_pv)[name])
+            _store_part(w, name, dict(dk=d_qk, dv=d_pv)[name])
         return
     if plan.splits or plan.column_parts > 1:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
@@ -100,6 +100,17 @@ def _store(w, d_qk, d_pv):
         copied = block.slot_of(tiles.copied(smem))
         copied = copied.at[pl.ds(first, tiles.chunks) if plan.column_parts > 1 else slice(None), w.rows]
         tiles.store(copied, w.gmem.gradients[gradient], block.b, pl.ds(w.start, 64), block.head, w.column_part)
+
+
+def _store_part(w, name, chunks):
+    """Stores what a part of the query heads of a key head gives (see `gpu.head_parts`), from registers.
+
+    In float32 it would not fit the operands' shared memory.
+    """
+    memory, rows, first = w.gmem.gradients[name], pl.ds(w.start, 64), w.first_chunk(chunks)
+    for i, x in enumerate(chunks):
+        columns = pl.ds((first + i) * x.shape[1], x.shape[1])
+        memory[w.block.b, w.block.head, rows, columns] = x
 
 
 def _stage(w, operand, name, chunks):

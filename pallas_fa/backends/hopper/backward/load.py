@@ -115,7 +115,7 @@ class _Load:
     def _stationary(self, name, statistic):
         tiles, slot_of, b, head = self._tiles(name), self.block.slot_of, self.block.b, self.block.head
         ready, copied = slot_of(self.scratch[f"{name}_ready"]), slot_of(tiles.copied(self.scratch[f"{name}_smem"]))
-        in_memory = lax.div(head, jnp.int32(self.plan.head_parts)) if self.plan.has_head_parts else head
+        in_memory = self.plan.head_in_memory(head)
         tiles.load(getattr(self.gmem, name), b, self.stationary, in_memory, copied, ready)
         if not self.plan.kind.keys_stationary:
             rows = getattr(self.gmem, statistic).at[b, head, self.stationary]

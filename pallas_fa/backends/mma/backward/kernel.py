@@ -228,10 +228,15 @@ class Backward:
 
     def _store_parts(self, sums):
         """Stores gradients in float32, from registers: the query heads are those of a part of a key head."""
-        rows = pl.ds(self.start, self.plan.config.rows)
-        for name in self.plan.kind.stored:
-            x = dict(dk=self._qk_gradient, dv=self._values_gradient)[name](sums)
+        rows, kind = pl.ds(self.start, self.plan.config.rows), self.plan.kind
+
+        def store(name, x):
             self.gmem.gradients[name][self.b, self.head, rows, self._own_columns(x.shape[1])] = x
+
+        if kind.accumulates_pv:
+            store("dv", self._values_gradient(sums))
+        if kind.accumulates_qk:
+            store("dk", self._qk_gradient(sums))
 
     def _own_columns(self, count):
         """Those of which this warpgroup holds the gradients, `count`."""
@@ -261,7 +266,7 @@ class Backward:
 
     def _load_stationary_tile(self, name, length):
         tiles, gmem = getattr(self.plan.tiles, f"stationary_{name}"), getattr(self.gmem, f"stationary_{name}")
-        head = lax.div(self.head, jnp.int32(self.plan.head_parts)) if self.plan.has_head_parts else self.head
+        head = self.plan.head_in_memory(self.head)
         tiles.load(self.cta.copies, gmem, self.b, self.start, head, self._stationary(name), length)
 
     def _load_row(self, gmem, first, smem):
