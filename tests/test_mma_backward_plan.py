@@ -49,30 +49,31 @@ PARTS = {
 }
 
 
+def types_of(B, T, S, N, K, H):
+    return (jax.ShapeDtypeStruct((B, length, heads, H), jnp.bfloat16) for length, heads in ((T, N), (S, K), (S, K)))
+
+
+def parts_of(*dims, **keywords):
+    return [plan.head_parts for plan in plans(problem_of_types(*types_of(*dims), **keywords), A100)]
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_query_heads_are_in_parts_where_key_heads_are_few(name):
     (B, S, N, K, H), mask, parts = PARTS[name]
-    q, k = (jax.ShapeDtypeStruct((B, S, heads, H), jnp.bfloat16) for heads in (N, K))
-    problem = lambda **keywords: problem_of_types(q, k, k, **mask, **keywords)
-    assert [plan.head_parts for plan in plans(problem(), A100)] == [parts]
-    assert [plan.head_parts for plan in plans(problem(deterministic_gradients=True), A100)] == [parts, 1]
-    named = problem(config=Config(backward=BackwardConfig()))
-    assert [plan.head_parts for plan in plans(named, A100)] == [1, 1]
-    said = pallas_fa.explain(q, k, k, implementation="mma", **mask)
+    dims = B, S, S, N, K, H
+    assert parts_of(*dims, **mask) == [parts]
+    assert parts_of(*dims, deterministic_gradients=True, **mask) == [parts, 1]
+    assert parts_of(*dims, config=Config(backward=BackwardConfig()), **mask) == [1, 1]
+    said = pallas_fa.explain(*types_of(*dims), implementation="mma", **mask)
     assert ("parts in the backward" in said) == (parts > 1)
 
 
-def plans_of(B, T, S, N, K, H, gpu, **keywords):
-    q, k = (jax.ShapeDtypeStruct((B, length, heads, H), jnp.bfloat16) for length, heads in ((T, N), (S, K)))
-    return plans(problem_of_types(q, k, k, **keywords), gpu)
-
-
 def test_parts_of_few_keys_cost_what_whole_blocks_do():
-    assert [plan.head_parts for plan in plans_of(32, 65, 5, 142, 2, 128, A100, **CAUSAL)] == [1]
+    assert parts_of(32, 65, 5, 142, 2, 128, **CAUSAL) == [1]
 
 
 def test_explain_says_where_passes_have_different_parts():
-    found = plans_of(16, 348, 348, 32, 1, 192, RTX)
+    found = plans(problem_of_types(*types_of(16, 348, 348, 32, 1, 192)), RTX)
     assert [plan.head_parts for plan in found] == [8, 4, 1]
     said = head_parts.remark(found)
     assert said == "the query heads of a key head are in up to 8 parts in the backward, each with CTAs of its own"

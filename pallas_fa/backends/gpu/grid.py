@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 AXIS = "cta"
@@ -56,6 +57,11 @@ class Grid:
         others = Grid(self.batch, self.heads, rest, self.l2_head_group)._in_groups(jnp.maximum(number - leads, 0))
         others = others._replace(cta=others.cta + self.lead)
         return Place(*(jnp.where(number < leads, x, other) for x, other in zip(first, others, strict=True)))
+
+    def of_all(self, of_head: np.ndarray) -> np.ndarray:
+        """Returns numbers of all CTAs in the order in which they run, without `lead`, from those of the CTAs of any head."""
+        groups = self.batch * self.heads // self.l2_head_group
+        return np.tile(np.repeat(of_head, self.l2_head_group), groups)
 
     def _in_groups(self, number):
         rest, head_in_group = quotient_and_remainder(number, self.l2_head_group)

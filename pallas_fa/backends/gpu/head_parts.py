@@ -21,11 +21,12 @@ _NEARLY = 1.005  # times as long as the fastest
 _OPERAND = dict(dk="stationary_qk", dv="stationary_pv")
 
 
-def why_not(problem: Problem, parts: int) -> str | None:
-    """Returns None if the query heads of a key head can be in so many parts, which a call names; else the reason."""
-    if problem.group % parts == 0:
+def why_not(problem: Problem) -> str | None:
+    """Returns None if the query heads of a key head can be in as many parts as the call names, if any; else the reason."""
+    named = problem.config and problem.config.backward
+    if not named or problem.group % named.head_parts == 0:
         return None
-    return f"head_parts={parts} of config= does not divide the {problem.group} query heads of a key head"
+    return f"head_parts={named.head_parts} of config= does not divide the {problem.group} query heads of a key head"
 
 
 def remark(plans: Iterable[BackwardCore]) -> str | None:
@@ -38,9 +39,9 @@ def remark(plans: Iterable[BackwardCore]) -> str | None:
 
 
 def to_try(plan: BackwardCore, ctas: int) -> list[int]:
-    """Returns numbers of parts that may be faster than the one of `plan`, whose CTAs are `ctas`, and 1.
+    """Returns the numbers of parts to try: 1, as in `plan`, whose CTAs are `ctas`, and those that may be faster.
 
-    Past `MOST_CTAS` these keep the GPU busy. Where key heads alone do not fill it, any number may be needed.
+    Past `MOST_CTAS` CTAs keep the GPU busy. Where key heads alone do not fill it, any number may be needed.
     """
     few = ctas <= plan.gpu.multiprocessors
     return [parts for parts in divisors(plan.group) if parts == 1 or few or parts * ctas <= MOST_CTAS]

@@ -49,7 +49,7 @@ class BackwardConfig:
       stages: streamed tiles in shared memory. With 2, one is loaded while the one before is used.
       l2_head_group: as for the forward kernel.
       head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
-        adds up: a divisor of these heads, for calls whose blocks of keys do not fill the GPU.
+        adds up: a divisor of these heads, for calls whose blocks of keys do not fill the GPU. For the passes that hold keys.
     """
 
     wgs: int = 1

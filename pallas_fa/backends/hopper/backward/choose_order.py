@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.busy import busy
@@ -67,8 +66,7 @@ def _time(plan, steps):
     """Returns how long the pass takes, in us. `steps`: of each block, for one query head."""
     grid = plan.order.grid
     of_ctas = steps * (plan.group * plan.flops_of_step / _FLOPS) + _CTA_START
-    groups = grid.batch * grid.heads // grid.l2_head_group
-    time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), plan.gpu.multiprocessors)
+    time = busy(grid.of_all(of_ctas), plan.gpu.multiprocessors)
     if plan.problem.mask is not None:
         time = _in_groups(plan, time, steps)
     return time + head_parts.cost(plan, _BYTES)

@@ -32,8 +32,7 @@ from pallas_fa.scores.base import float_arrays
 
 def why_no_backward(problem: Problem, gpu: Gpu) -> str | None:
     """Returns None if these kernels can do the gradients of a `problem` that the forward kernel does, else the reason."""
-    named = problem.config and problem.config.backward
-    if named and (reason := head_parts.why_not(problem, named.head_parts)):
+    if reason := head_parts.why_not(problem):
         return reason
     for plan in plans(problem, gpu):
         if reason := plan.why_not_fused or plan.why_not_deterministic:

@@ -6,8 +6,6 @@ work: then query heads are in parts (evidence: backward/head-parts).
 
 import dataclasses
 
-import numpy as np
-
 from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.busy import busy
 from pallas_fa.backends.gpu.shared_memory import scratch_bytes
@@ -42,8 +40,7 @@ def _time(plan, steps):
     if at_once > 1 and grid.ctas <= multiprocessors:
         at_once, of_rate = 1, _ALONE
     of_ctas = steps * (plan.group * plan.flops_of_step / (_FLOPS * of_rate)) + _CTA_START
-    groups = grid.batch * grid.heads // grid.l2_head_group
-    time = busy(np.tile(np.repeat(of_ctas, grid.l2_head_group), groups), multiprocessors * at_once)
+    time = busy(grid.of_all(of_ctas), multiprocessors * at_once)
     return time + head_parts.cost(plan, _BYTES)
 
 
