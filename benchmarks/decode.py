@@ -7,8 +7,8 @@ usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
 of the output of the step before. Caches that the GPU's own cache could hold are several in turn. Each row says how many of
 the cache's bytes within the lengths and the window a second read, and what part of the memory's speed that is. Steps that
-name page sizes are also timed with the same cache in pages, which lie in random order. Latent attention (MLA) computes more
-for each byte; its rows count TFLOP/s.
+name page sizes are also timed with the same cache in pages, which lie in random order, and all but those of latent attention
+with the same cache in float8. Latent attention (MLA) computes more for each byte; its rows count TFLOP/s.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import command, machine, processes, row_file, turns
-from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
+from benchmarks.decode_steps import FLOAT8, PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
 from benchmarks.rows import Row
@@ -72,9 +72,9 @@ def caches_of(step: Step) -> tuple[Any, list[tuple[Any, Any, Any]]]:
     shape = (step.B, step.S, step.K, step.H)
     of_values = shape if step.Hv is None else (step.B, step.S, 1, 1)  # in latent attention they are columns of the keys
     lengths = None if step.length is None else jnp.full((step.B,), step.length, jnp.int32)
-    return draw(next(keys), (step.B, step.T, step.N, step.H)), [
-        (draw(next(keys), shape), draw(next(keys), of_values), lengths) for _ in range(count)
-    ]
+    kept = lambda shape: draw(next(keys), shape).astype(step.kv_dtype)
+    queries = draw(next(keys), (step.B, step.T, step.N, step.H))
+    return queries, [(kept(shape), kept(of_values), lengths) for _ in range(count)]
 
 
 def in_turn(caches: list[Any]) -> list[Any]:
@@ -85,7 +85,7 @@ def in_turn(caches: list[Any]) -> list[Any]:
 def error_of(fn: Attend, step: Step, q: Any, k: Any, v: Any, lengths: Any) -> float:
     """Returns the largest error of the first sequence over the largest element of the truth, the definition in float32."""
     out = fn(q, k, v, lengths)[:1].astype(jnp.float32)
-    one = dataclasses.replace(step, B=1, page=None)
+    one = dataclasses.replace(step, B=1, page=None, kv_dtype="bfloat16")
     arrays = (x.astype(jnp.float32) for x in (q[:1], first_sequence(step, k), first_sequence(step, v)))
     truth = attend(parse("pallas_fa:reference"), one)(*arrays, None if lengths is None else lengths[:1])
     return float(jnp.abs(out - truth).max() / jnp.abs(truth).max())
@@ -112,57 +112,65 @@ def memory_rates() -> dict[str, float]:
 
 @dataclasses.dataclass
 class Prepared:
-    """The programs of a step, compiled, and the rows of all that were asked for, by label."""
+    """The programs of a step, compiled, with what each computes, and the rows of all that were asked for, by label."""
 
-    step: Step
     repeats: int
     rows: dict[str, Row]
-    programs: dict[str, Any]
+    programs: dict[str, tuple[Any, Step]]
 
 
 def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, Any]) -> Prepared:
     """Compiles a step by each of the implementations, and compares it with the truth; `about` is what all rows say."""
     step = STEPS[name]
-    q, caches = caches_of(step)
-    turn = in_turn(caches)
-    estimate = max(step.bytes / 2.5e12, step.flops / 4e14, 5e-6) * len(turn)
-    found = Prepared(step, max(2, int(0.02 / estimate)), {}, {})
+    made = {kv_dtype: caches_of(dataclasses.replace(step, kv_dtype=kv_dtype)) for kv_dtype in _dtypes(name)}
+    estimate = max(step.bytes / 2.5e12, step.flops / 4e14, 5e-6) * len(in_turn(made[step.kv_dtype][1]))
+    found = Prepared(max(2, int(0.02 / estimate)), {}, {})
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
+    for kv_dtype in _dtypes(name)[1:]:
+        calls[kv_dtype] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, kv_dtype=kv_dtype)
     for page in PAGES.get(name, ()):
         in_pages = dataclasses.replace(step, page=page)
         calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), in_pages
         if "pallas_fa:mma" in candidates:
             calls[f"mma, pages of {page}"] = parse("pallas_fa:mma"), in_pages
     for label, (implementation, call) in calls.items():
+        q, caches = made[call.kv_dtype]
         row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(call)
-        found.rows[label] = row | dict(bytes=step.bytes, caches=len(caches))
+        found.rows[label] = row | dict(bytes=call.bytes, caches=len(caches))
         try:
             fn = attend(implementation, call)
             found.rows[label]["max_error"] = error_of(jax.jit(fn), call, q, *caches[0])
-            found.programs[label] = chained(fn, found.repeats).lower(q, turn).compile()
+            found.programs[label] = chained(fn, found.repeats).lower(q, in_turn(caches)).compile(), call
         except Exception as error:  # what a library raises is this row's result
             found.rows[label]["error"] = error_text(error)
     return found
 
 
+def _dtypes(name):
+    """Of the caches of a step, the usual one first."""
+    return (STEPS[name].kv_dtype, *(("float8_e4m3fn",) if name in FLOAT8 else ()))
+
+
 def timed(prepared: Prepared, rounds: int) -> list[Row]:
     """Returns the rows, timed in turn."""
-    q, caches = caches_of(prepared.step)
-    turn = in_turn(caches)
-    samples = {}
-    for label, program in prepared.programs.items():
+    made, samples, turn_of = {}, {}, {}
+    for label, (program, step) in prepared.programs.items():
+        if step.kv_dtype not in made:
+            q, caches = caches_of(dataclasses.replace(step, page=None))
+            made[step.kv_dtype] = q, in_turn(caches)
+        turn_of[label] = made[step.kv_dtype]
         try:
-            jax.block_until_ready(program(q, turn))
+            jax.block_until_ready(program(*turn_of[label]))
             samples[label] = []
         except Exception as error:  # as above
             prepared.rows[label]["error"] = error_text(error)
     for _ in range(rounds):
         for label in samples:
             start = time.perf_counter()
-            jax.block_until_ready(prepared.programs[label](q, turn))
-            samples[label].append((time.perf_counter() - start) / (prepared.repeats * len(turn)))
+            jax.block_until_ready(prepared.programs[label][0](*turn_of[label]))
+            samples[label].append((time.perf_counter() - start) / (prepared.repeats * len(turn_of[label][1])))
     for label, seconds in samples.items():
-        step, median = prepared.step, statistics.median(seconds)
+        step, median = prepared.programs[label][1], statistics.median(seconds)
         prepared.rows[label] |= dict(p50_ms=median * 1e3, of_memory=step.bytes / median / MEMORY_BYTES_PER_S)
         prepared.rows[label] |= dict(tflops_per_s=step.flops / median / 1e12)
     return list(prepared.rows.values())

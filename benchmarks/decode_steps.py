@@ -19,7 +19,7 @@ class Step:
     """T queries of each of B sequences, N heads on K, with S keys; `length` of them real, `window` of these seen.
 
     `page`: rows of a page, for a cache in pages; None for one in one piece. `Hv`: columns of the keys that are values, in
-    latent attention; None where values are an array of their own. `sinks`: heads have sinks.
+    latent attention; None where values are an array of their own. `sinks`: heads have sinks. `kv_dtype`: of the cache.
     """
 
     B: int
@@ -33,6 +33,7 @@ class Step:
     page: int | None = None
     Hv: int | None = None
     sinks: bool = False
+    kv_dtype: str = "bfloat16"
 
     @property
     def keys(self) -> int:
@@ -43,7 +44,7 @@ class Step:
     def bytes(self) -> int:
         """Of the keys and values that must be read."""
         rows = self.B * min(self.keys + self.T - 1, self.length or self.S) * self.K
-        return 2 * rows * (2 * self.H if self.Hv is None else self.H)
+        return jnp.dtype(self.kv_dtype).itemsize * rows * (2 * self.H if self.Hv is None else self.H)
 
     @property
     def flops(self) -> int:
@@ -71,6 +72,7 @@ STEPS = {
     "cache-b8-s32k": Step(8, 32768, length=32768),
 }
 PAGES = {"cache-b32-s4k": (16, 32, 64, 128, 256), "cache-b8-s32k": (16, 32, 64, 128, 256)}
+FLOAT8 = tuple(name for name, step in STEPS.items() if step.Hv is None)  # also with a cache of 8 bits
 
 
 Attend = Callable[..., Any]  # (q, k, v, lengths) -> out; lengths are None where all keys are real

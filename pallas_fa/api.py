@@ -70,8 +70,9 @@ def dot_product_attention(
 
     Args:
       query: [*B, T, N, H], any float dtype.
-      key: [*B, S, K, H], the same dtype.
-      value: [*B, S, K, Hv], the same dtype.
+      key: [*B, S, K, H], the same dtype; or, like value, a float dtype of 8 bits beside a wider one of query, as of a cache:
+        what is read is converted, exactly, and there are no gradients.
+      value: [*B, S, K, Hv], the dtype of key.
       bias: float of any float dtype, broadcastable to [*B, N, T, S], added to the scaled logits; gets a gradient.
       mask: bool, broadcastable to [*B, N, T, S], True where a query may attend; or a `pallas_fa.masks.Mask`.
       scale: factor of the logits, a float or a scalar array (which gets a gradient); default 1 / sqrt(H).

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from pallas_fa.arguments.keywords import Arguments
 from pallas_fa.autodiff import vjp
 from pallas_fa.backends.choice import Choice, choose
-from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, forward_in_btnh
+from pallas_fa.backends.record import forward_in_btnh, no_gradients
 from pallas_fa.masks import Mask
 from pallas_fa.operands.layout import transpose
 from pallas_fa.operands.pages import Paged
@@ -31,10 +31,10 @@ class Attention:
 
     def backward(self, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         """Returns the gradients of `operands.differentiable`."""
-        if self.problem.pages:
+        if reason := no_gradients(self.problem):
             raise NotImplementedError(
-                f"no gradients: {NO_GRADIENTS_OF_PAGES}. For gradients use dot_product_attention on whole sequences; where"
-                " the result is a constant, jax.lax.stop_gradient on the query says so."
+                f"no gradients: {reason}. For gradients use dot_product_attention on whole sequences, of the queries' dtype;"
+                " where the result is a constant, jax.lax.stop_gradient on the query says so."
             )
         if self.choice.gradients is None:
             raise NotImplementedError(

@@ -101,6 +101,7 @@ class Problem:
     H: int
     Hv: int
     dtype: np.dtype
+    kv_dtype: np.dtype  # of keys and values: `dtype`, or one of 8 bits
     scale: float
     mask: masks.Mask | None
     score: scores.Score | None
@@ -120,16 +121,16 @@ class Problem:
         """The problem of `operands`, whose batch dims were `batch`; `static` is what no array tells."""
         _, T, N, H = ordered(layout, operands.q.shape)
         _, S, K, Hv = ordered(layout, operands.v.shape)
-        dims, dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype)
+        dims, dtype, kv_dtype = Dims(batch, T, S, N), np.dtype(operands.q.dtype), np.dtype(operands.k.dtype)
         names = ("mask", "score", "sinks", "dropout")
         arrays = {x: _abstract(getattr(operands, x)) for x in names}
         arrays["pages"] = _abstract(operands.k) if isinstance(operands.k, Paged) else None
-        return cls(dims, K, H, Hv, dtype, layout=layout, **arrays, **static)
+        return cls(dims, K, H, Hv, dtype, kv_dtype, layout=layout, **arrays, **static)
 
     def with_operands(self, operands: Operands) -> "Problem":
         """The same question about other operands: a part of the arrays, or another mask."""
         B = operands.q.shape[0]
-        described = ("dims", "K", "H", "Hv", "dtype", "mask", "score", "sinks", "dropout", "pages")
+        described = ("dims", "K", "H", "Hv", "dtype", "kv_dtype", "mask", "score", "sinks", "dropout", "pages")
         static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in described}
         return Problem.of(operands, self.dims.batch if self.dims.B == B else (B,), **static)
 
@@ -144,6 +145,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per key head."""
         return self.dims.N // self.K
+
+    @property
+    def has_narrow_keys(self) -> bool:
+        """Whether keys and values have 8 bits and queries more, as those of a cache may."""
+        return self.kv_dtype != self.dtype
 
     @property
     def acc_dtype(self) -> np.dtype:
@@ -171,6 +177,11 @@ def normalise(
     q, k, v = (float_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     layout = check_layout(given["layout"])
     dims = check_shapes(q, k, v, layout)
+    if given["forward_mode"] and k.dtype != q.dtype:
+        raise ValueError(
+            f"forward_mode=True cannot be given with query.dtype={q.dtype} and key.dtype={k.dtype}: keys of 8 bits are for"
+            " inference. Leave it out, or convert them with `.astype`."
+        )
     found = [
         lengths_mask(dims, given["query_seq_lengths"], given["key_value_seq_lengths"]),
         masks.Causal() if given["is_causal"] else None,

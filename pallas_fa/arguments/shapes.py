@@ -6,6 +6,22 @@ from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered
 
 
+def check_dtypes(**arrays: Any) -> None:
+    """Raises ValueError unless queries, keys and values, by name and in this order, have dtypes that fit one another."""
+    q, k, v = (x.dtype for x in arrays.values())
+    if k != v or not fits(q, k):
+        first, second, third = (f"{name}.dtype={x.dtype}" for name, x in arrays.items())
+        raise ValueError(
+            f"{first}, {second} and {third} differ: they must be one dtype, or keys and values both one of 8 bits, since"
+            " nothing is converted silently. Convert them with `.astype`."
+        )
+
+
+def fits(q: Any, kv: Any) -> bool:
+    """Whether keys and values of the dtype `kv` fit queries of the dtype `q`: the same, or one of 8 bits for wider ones."""
+    return q == kv or (kv.itemsize == 1 and q.itemsize > 1)
+
+
 def check_shapes(q: Any, k: Any, v: Any, layout: Layout) -> Dims:
     """Returns the sizes of query, key and value; raises unless their shapes and dtypes fit one another in `layout`."""
     shapes = f"query.shape={q.shape}, key.shape={k.shape}, value.shape={v.shape}"
@@ -25,11 +41,7 @@ def check_shapes(q: Any, k: Any, v: Any, layout: Layout) -> Dims:
                 f"{name}.shape={x.shape} has a symbolic number of heads or head dim; {rule}, of which only *B, T and S may"
                 " be symbolic. Export with known heads and head dims."
             )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"query.dtype={q.dtype}, key.dtype={k.dtype} and value.dtype={v.dtype} differ: they must be one dtype, since"
-            " nothing is converted silently. Convert them with `.astype`."
-        )
+    check_dtypes(query=q, key=k, value=v)
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         raise ValueError(f"the batch dims differ: {shapes}; {rule}. Broadcast them to one batch with jnp.broadcast_to.")
     if k.shape[length] != v.shape[length]:

@@ -31,7 +31,13 @@ class Support(NamedTuple):
 NO_TILES = "it has no tiles to configure, but config={config!r} was given"
 NEVER_RUN = "compiled for this GPU, but not run on one yet"
 SLOWER_ON_HOPPER = "tested on Hopper, where the kernels of mosaic_gpu are faster"
-NO_GRADIENTS_OF_PAGES = "keys and values in pages are for inference"
+
+
+def no_gradients(problem: Problem) -> str | None:
+    """Returns why a problem has no gradients, whatever computes it; None where it has."""
+    if problem.pages:
+        return "keys and values in pages are for inference"
+    return f"{problem.kv_dtype} keys and values are for inference" if problem.has_narrow_keys else None
 
 
 def forward_in_btnh(forward: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from pallas_fa.api import explain_normalised
 from pallas_fa.arguments.arrays import float_array
 from pallas_fa.arguments.keywords import Arguments, with_signature
+from pallas_fa.arguments.shapes import check_dtypes
 from pallas_fa.attention import attend
 from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask
@@ -88,8 +89,8 @@ def paged_attention(
 
     Args:
       query: [B, T, N, H], any float dtype.
-      key_pages: [P, page, K, H], the same dtype.
-      value_pages: [P, page, K, Hv], the same dtype.
+      key_pages: [P, page, K, H], the same dtype, or one of 8 bits.
+      value_pages: [P, page, K, Hv], the dtype of key_pages.
       page_table: int [B, pages per sequence]. Entries past a sequence's length are never used: they may be -1, or anything.
         An entry before it must be in [0, P); what stands for another one is the nearest page, page 0 or P - 1.
       lengths: int [B], how many rows of each sequence are there; clipped to [0, S]. They bound what is read.
@@ -195,10 +196,6 @@ def in_pages(query: Any, key_pages: Any, value_pages: Any, page_table: Any, layo
             f"query.shape={shape} has N={N} heads and key_pages.shape={tuple(key_pages.shape)}, {dims}, has K={K}: N must be"
             " a multiple of K. If heads and rows are swapped, pass another page_layout."
         )
-    if not query.dtype == key_pages.dtype == value_pages.dtype:
-        raise ValueError(
-            f"query.dtype={query.dtype}, key_pages.dtype={key_pages.dtype} and value_pages.dtype={value_pages.dtype} differ:"
-            " nothing is converted silently. Convert them with `.astype`."
-        )
+    check_dtypes(query=query, key_pages=key_pages, value_pages=value_pages)
     table = checked_table(page_table, shape[0])
     return Paged(key_pages, table, layout), Paged(value_pages, table, layout)

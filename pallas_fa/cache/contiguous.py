@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_fa.api import dot_product_attention
-from pallas_fa.cache import rows
+from pallas_fa.cache import rows, scales
 from pallas_fa.cache.positions import last_rows
 from pallas_fa.masks import Mask
 from pallas_fa.sharding.explicit_axes import keeping_shardings
@@ -22,7 +22,7 @@ class KeyValueCache:
     """Keys and values of B sequences, with room for S rows of each; a pytree of arrays, and a value: nothing changes it.
 
     Make one with `empty`, or by keywords from arrays of your own. A later version may add fields that are None unless
-    given (the scales of 8-bit caches), so other code should neither unpack it nor count its leaves.
+    given, so other code should neither unpack it nor count its leaves.
 
     Attributes:
       key: [B, S, K, H].
@@ -30,12 +30,16 @@ class KeyValueCache:
       lengths: int32 [B], how many rows of each sequence are there. Set it back (`dataclasses.replace`) to forget the
         last rows, such as rejected drafts.
       dropped: int32 [B], how many rows did not fit, in all appends so far. They are nowhere.
+      key_scale: float32 [], by which keys of 8 bits are multiplied when they are read; None for 1.
+      value_scale: likewise of values.
     """
 
     key: jax.Array
     value: jax.Array
     lengths: jax.Array
     dropped: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
     @classmethod
     def empty(
@@ -46,6 +50,8 @@ class KeyValueCache:
         head_dim: int,
         value_head_dim: int | None = None,
         dtype: DTypeLike = jnp.bfloat16,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
     ) -> KeyValueCache:
         """Returns a cache of `batch` sequences with room for `length` rows each, and none there.
 
@@ -55,16 +61,28 @@ class KeyValueCache:
           kv_heads: K.
           head_dim: H.
           value_head_dim: Hv; None for H.
-          dtype: of keys and values, a float dtype.
+          dtype: of keys and values, a float dtype. One of 8 bits, such as jnp.float8_e4m3fn, halves what a step reads.
+          key_scale: of a cache of 8 bits: `append` divides keys by it, and `attend` multiplies by it; such as the largest
+            key over the dtype's largest number. None for 1.
+          value_scale: likewise of values.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         rows.check_dtype(dtype)
+        scale_of_keys = scales.checked("key_scale", key_scale, dtype)
+        scale_of_values = scales.checked("value_scale", value_scale, dtype)
         rows.check_sizes(
             batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim
         )
         rows_of = lambda dim: jnp.zeros((batch, length, kv_heads, dim), dtype)
         none = lambda: jnp.zeros((batch,), jnp.int32)  # made twice, since one array cannot be donated twice
-        return cls(key=rows_of(head_dim), value=rows_of(value_head_dim), lengths=none(), dropped=none())
+        return cls(
+            key=rows_of(head_dim),
+            value=rows_of(value_head_dim),
+            lengths=none(),
+            dropped=none(),
+            key_scale=scale_of_keys,
+            value_scale=scale_of_values,
+        )
 
     @keeping_shardings
     def append(self, key: ArrayLike, value: ArrayLike, lengths: ArrayLike | None = None) -> KeyValueCache:
@@ -74,7 +92,8 @@ class KeyValueCache:
         done in place. Rows that do not fit are not written, and are counted in `dropped`.
 
         Args:
-          key: [B, T, K, H], in the dtype of the cache.
+          key: [B, T, K, H], in the dtype of the cache. Where that has 8 bits, rows of more are divided by the scale and
+            rounded; what is past the largest number of the dtype becomes that.
           value: [B, T, K, Hv], likewise.
           lengths: int [B], how many of the T rows are real in each sequence, as for prompts of different lengths; None for
             all. The others are not written.
@@ -84,7 +103,8 @@ class KeyValueCache:
         """
         lengths_before, (B, S) = self._checked_lengths(), self.key.shape[:2]
         dropped = rows.checked_dropped(self.dropped, B)
-        new = rows.new_rows(key, value, lengths, batch=B, kept=(self.key, self.value), capacity=S)
+        kept, kept_scales = (self.key, self.value), scales.of(self, self.key.dtype)
+        new = rows.new_rows(key, value, lengths, batch=B, kept=kept, kept_scales=kept_scales, capacity=S)
         row = jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
         position = lengths_before[:, None] + row
         placed = rows.place(new, lengths_before, dropped, (position >= 0) & (position < S))
@@ -128,13 +148,12 @@ class KeyValueCache:
           ValueError, TypeError: an argument is wrong; or positions have no meaning here: an `offset` from the start of the
             queries, `Lengths`, the blocks of a mask.
         """
-        return dot_product_attention(
-            query,
-            self.key,
-            self.value,
-            key_value_seq_lengths=self._checked_lengths(),
-            **last_rows(query, self.key.shape[:3], mask, lengths, arguments),
+        kept = self._checked_lengths()
+        given = last_rows(query, self.key.shape[:3], mask, lengths, arguments)
+        attention = lambda query, **given: dot_product_attention(
+            query, self.key, self.value, key_value_seq_lengths=kept, **given
         )
+        return scales.attend(attention, query, *scales.of(self, self.key.dtype), given)
 
     def _checked_lengths(self):
         """The lengths, of a cache whose arrays belong together."""

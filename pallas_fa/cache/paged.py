@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_fa.cache import rows
+from pallas_fa.cache import rows, scales
 from pallas_fa.cache.attention import paged_attention
 from pallas_fa.cache.positions import last_rows
 from pallas_fa.masks import Mask
@@ -26,7 +26,7 @@ class PagedCache:
     `dataclasses.replace(cache, page_table=...)`.
 
     Make one with `empty`, or by keywords from arrays of your own. A later version may add fields that are None unless
-    given (the scales of 8-bit caches), so other code should neither unpack it nor count its leaves.
+    given, so other code should neither unpack it nor count its leaves.
 
     Attributes:
       key_pages: [P, page, K, H].
@@ -35,6 +35,8 @@ class PagedCache:
       lengths: int32 [B], how many rows of each sequence are there. Set it back (`dataclasses.replace`) to forget the
         last rows, such as rejected drafts; not into pages that are shared, since the next append writes there.
       dropped: int32 [B], how many rows had no page, in all appends so far. They are nowhere.
+      key_scale: float32 [], by which keys of 8 bits are multiplied when they are read; None for 1.
+      value_scale: likewise of values.
     """
 
     key_pages: jax.Array
@@ -42,6 +44,8 @@ class PagedCache:
     page_table: jax.Array
     lengths: jax.Array
     dropped: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
     @classmethod
     def empty(
@@ -54,6 +58,8 @@ class PagedCache:
         head_dim: int,
         value_head_dim: int | None = None,
         dtype: DTypeLike = jnp.bfloat16,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
     ) -> PagedCache:
         """Returns a cache of `num_pages` pages, none of which is in the table.
 
@@ -66,10 +72,15 @@ class PagedCache:
           kv_heads: K.
           head_dim: H.
           value_head_dim: Hv; None for H.
-          dtype: of keys and values, a float dtype.
+          dtype: of keys and values, a float dtype. One of 8 bits, such as jnp.float8_e4m3fn, halves what a step reads.
+          key_scale: of a cache of 8 bits: `append` divides keys by it, and `attend` multiplies by it; such as the largest
+            key over the dtype's largest number. None for 1.
+          value_scale: likewise of values.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         rows.check_dtype(dtype)
+        scale_of_keys = scales.checked("key_scale", key_scale, dtype)
+        scale_of_values = scales.checked("value_scale", value_scale, dtype)
         rows.check_sizes(batch=batch, pages_per_sequence=pages_per_sequence, num_pages=num_pages, page_size=page_size)
         rows.check_sizes(kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim)
         pages_of = lambda dim: jnp.zeros((num_pages, page_size, kv_heads, dim), dtype)
@@ -80,6 +91,8 @@ class PagedCache:
             page_table=jnp.full((batch, pages_per_sequence), -1, jnp.int32),
             lengths=none(),
             dropped=none(),
+            key_scale=scale_of_keys,
+            value_scale=scale_of_values,
         )
 
     @keeping_shardings
@@ -93,8 +106,9 @@ class PagedCache:
         B, pages_per_sequence = table.shape
         P, page = self.key_pages.shape[:2]
         dropped = rows.checked_dropped(self.dropped, B)
-        kept = self.key_pages, self.value_pages
-        new = rows.new_rows(key, value, lengths, batch=B, kept=kept, capacity=pages_per_sequence * page)
+        kept, kept_scales = (self.key_pages, self.value_pages), scales.of(self, self.key_pages.dtype)
+        capacity = pages_per_sequence * page
+        new = rows.new_rows(key, value, lengths, batch=B, kept=kept, kept_scales=kept_scales, capacity=capacity)
         position = before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
         index = table.at[jnp.arange(B, dtype=jnp.int32)[:, None], position // page].get(mode="fill", fill_value=-1)
         placed = rows.place(new, before, dropped, (position >= 0) & (index >= 0) & (index < P))
@@ -119,14 +133,11 @@ class PagedCache:
         """Returns `pallas_fa.paged_attention` of the queries whose rows were appended last, as `KeyValueCache.attend`."""
         table, kept = self._checked_places()
         (B, pages), (_, page, K, _) = table.shape, self.key_pages.shape
-        return paged_attention(
-            query,
-            self.key_pages,
-            self.value_pages,
-            table,
-            kept,
-            **last_rows(query, (B, pages * page, K), mask, lengths, arguments),
+        given = last_rows(query, (B, pages * page, K), mask, lengths, arguments)
+        attention = lambda query, **given: paged_attention(
+            query, self.key_pages, self.value_pages, table, kept, **given
         )
+        return scales.attend(attention, query, *scales.of(self, self.key_pages.dtype), given)
 
     def _checked_places(self):
         """The page table and the lengths, of a cache whose arrays belong together."""

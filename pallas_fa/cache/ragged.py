@@ -11,7 +11,9 @@ from jax.typing import ArrayLike
 
 from pallas_fa import masks
 from pallas_fa.arguments.arrays import float_array
+from pallas_fa.arguments.shapes import fits
 from pallas_fa.attention import attend
+from pallas_fa.cache import scales
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
 from pallas_fa.operands.pytree import as_count, is_array, is_finite, is_static_number
@@ -50,7 +52,8 @@ def ragged_paged_attention(
 
     Args:
       q: [tokens, N, H], the queries of all sequences, and any number of rows behind them.
-      kv_pages: [P, page, 2 K, H], the same dtype: keys in the even heads, values in the odd ones. Not copied.
+      kv_pages: [P, page, 2 K, H], the same dtype or one of 8 bits: keys in the even heads, values in the odd ones. Not
+        copied.
       kv_lens: int [max sequences], how many rows each sequence has in its pages, those of its queries included.
       page_indices: int [max sequences, pages per sequence]. Entries past a sequence's rows may be anything.
       cu_q_lens: int [max sequences + 1], where the queries of each sequence start, and where those of the last one end.
@@ -108,10 +111,7 @@ def ragged_paged_attention(
         return jnp.zeros_like(queries).at[token].set(out, mode="drop")
 
     out = run(queries, pages, lengths, table, starts, count)
-    if v_scale is None:
-        return out
-    # In float32, whose range and digits a scale of 16 bits lacks.
-    return (out.astype(np.promote_types(out.dtype, np.float32)) * factors[2]).astype(out.dtype)
+    return scales.times(out, None if v_scale is None else factors[2])
 
 
 class _Blocks(NamedTuple):
@@ -151,10 +151,10 @@ def _check(q, pages, lengths, table, starts, count):
             f"{shapes}: the number of query heads N={q.shape[1]} must be a multiple of that of key heads"
             f" K={pages.shape[2] // 2}, since each key head serves N // K query heads. Repeat the fewer heads."
         )
-    if q.dtype != pages.dtype:
+    if not fits(q.dtype, pages.dtype):
         raise ValueError(
-            f"q.dtype={q.dtype} and kv_pages.dtype={pages.dtype} differ: nothing is converted silently. Convert one with"
-            " `.astype`."
+            f"q.dtype={q.dtype} and kv_pages.dtype={pages.dtype} differ: they must be one dtype, or that of the pages one of"
+            " 8 bits, since nothing is converted silently. Convert one with `.astype`."
         )
     if table.ndim != 2 or 0 in table.shape:
         raise ValueError(f"page_indices.shape={tuple(table.shape)} must be [max sequences, pages per sequence].")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.arguments.arrays import float_array
+from pallas_fa.cache import scales
 from pallas_fa.operands.offsets import as_int32, check_fits, int_array
 from pallas_fa.operands.pytree import as_count, is_array, is_float, names_float
 
@@ -119,15 +120,25 @@ def checked_table(table: Any, B: int) -> Any:
     return as_int32(table)
 
 
-def new_rows(key: Any, value: Any, lengths: Any, *, batch: int, kept: tuple[Any, Any], capacity: int) -> Rows:
-    """Returns the rows that an append was given.
+def new_rows(
+    key: Any,
+    value: Any,
+    lengths: Any,
+    *,
+    batch: int,
+    kept: tuple[Any, Any],
+    kept_scales: tuple[Any, Any],
+    capacity: int,
+) -> Rows:
+    """Returns the rows that an append was given, in the dtype of the cache.
 
     Args:
-      key: [B, T, K, H], in the dtype of the cache.
+      key: [B, T, K, H], in the dtype of the cache, or any of more bits where the cache has 8.
       value: [B, T, K, Hv], likewise.
       lengths: int [B], how many of the T rows are real; None for all.
       batch: B of the cache.
       kept: the arrays of keys and of values of the cache, [..., K, H] and [..., K, Hv].
+      kept_scales: their scales.
       capacity: how many rows the cache has for each sequence.
     """
     key, value = float_array("key", key), float_array("value", value)
@@ -138,11 +149,13 @@ def new_rows(key: Any, value: Any, lengths: Any, *, batch: int, kept: tuple[Any,
                 f"{name}.shape={tuple(x.shape)} does not fit the cache, which takes [B, T, K, head dim]={want}, with as"
                 " many rows T of key as of value. Reshape it, or make the cache with these sizes."
             )
-        if x.dtype != cache.dtype:
+        if x.dtype != cache.dtype and not (scales.is_narrow(cache.dtype) and x.dtype.itemsize > 1):
             raise ValueError(
                 f"{name}.dtype={x.dtype}, but the cache holds {cache.dtype}: nothing is converted silently. Convert it with"
                 " `.astype`, or make the cache with dtype=."
             )
+    narrow = lambda x, cache, scale: x if x.dtype == cache.dtype else scales.quantised(x, scale, cache.dtype)
+    key, value = map(narrow, (key, value), kept, kept_scales)
     T = key.shape[1]
     if lengths is None:
         if T > capacity:

@@ -107,6 +107,7 @@ def all_to_all_attention(
     checks.require_shards(axis_name, query=query, key=key, value=value)
     refuse_forward_mode(arguments)
     local, _ = normalise(query, key, value, layout=arguments.get("layout") or "BTNH")
+    checks.refuse_narrow_keys(local)
     length_axis, head_axis = (-3, -2) if local.layout == "BTNH" else (-2, -3)
     N, K = local.dims.N, local.K
     if N % size:

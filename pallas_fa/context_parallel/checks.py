@@ -8,6 +8,7 @@ from jax import lax
 from pallas_fa.context_parallel import placement as placements
 from pallas_fa.operands import varying
 from pallas_fa.operands.dims import Dims
+from pallas_fa.problem import Problem
 
 
 def axis_size(axis_name: Any) -> int:
@@ -32,6 +33,15 @@ def refuse_reference(implementation: Any) -> None:
     if isinstance(names, (tuple, list)) and "reference" in names:
         raise NotImplementedError(
             f"implementation={implementation!r}: 'reference' has no backward for the keys of one hop. Use 'xla' or None."
+        )
+
+
+def refuse_narrow_keys(problem: Problem) -> None:
+    """Raises ValueError where keys and values have fewer bits than queries: each device's share is that of training."""
+    if problem.has_narrow_keys:
+        raise ValueError(
+            f"key.dtype={problem.kv_dtype} must be query.dtype={problem.dtype} here: keys and values of 8 bits are those of"
+            " caches. Use decode_attention for a cache, or convert them with `.astype`."
         )
 
 

@@ -127,6 +127,7 @@ def ring_attention(
         **arguments,
         whole=lambda dims: ShardedDims(dims.batch, dims.T * size, dims.S * size, dims.N, rows=dims.T),
     )
+    checks.refuse_narrow_keys(problem)
     layout, dims = problem.layout, problem.dims
     problem, operands = problem.in_btnh(operands)
     segments = segment_mask(dims, *ids)

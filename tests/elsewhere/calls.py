@@ -30,6 +30,7 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan as HopperForwardP
 from pallas_fa.backends.hopper.forward.scratch import on_gpu as hopper_forward_scratch
 from pallas_fa.backends.hopper.forward.table import ForwardFacts as HopperForwardFacts
 from pallas_fa.backends.hopper.forward.table import forward_configs as hopper_forward_configs
+from pallas_fa.backends.mma import support as mma_support
 from pallas_fa.backends.mma.backward import backward as mma_backward
 from pallas_fa.backends.mma.backward.plan import FUSED, BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu as mma_backward_scratch
@@ -66,7 +67,9 @@ def calls(gpu: Gpu) -> Iterator[Call]:
     for head_dim, causal in itertools.product((64, 96, 128, 256, 512), (False, True)):
         if head_dim <= LARGEST_HEAD_DIM and head_dim != 96:  # which kernels by mma.sync pad to 128
             yield from _mma(gpu, head_dim, causal)
-            yield from _mma_decode(gpu, head_dim, in_pages=causal)
+            yield from _mma_decode(gpu, head_dim, causal, jnp.bfloat16)
+            if mma_support.why_not_narrow(gpu) is None:
+                yield from _mma_decode(gpu, head_dim, causal, jnp.float8_e4m3fn)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
             if head_dim in (64, 128):
@@ -123,21 +126,23 @@ def _mma(gpu, head_dim, causal):
             yield Call(f"mma backward {' '.join(kind.gives)}", head_dim, plan.config, causal, run, args)
 
 
-def _mma_decode(gpu, head_dim, in_pages):
+def _mma_decode(gpu, head_dim, in_pages, kv_dtype):
     """One query of as many heads of a key head as the tiles have rows; with lengths, in pages of 16 for the best tiles."""
-    tried = set()
+    tried, kv_bits = set(), 8 * jnp.dtype(kv_dtype).itemsize
+    name = "mma decode" if kv_bits > 8 else f"mma decode {jnp.dtype(kv_dtype)}"
     for rows in (16, 32, 64):
-        q, k = (jax.ShapeDtypeStruct((B, *x, head_dim), jnp.bfloat16) for x in ((1, rows), (T, 1)))
+        q, k = (
+            jax.ShapeDtypeStruct((B, *x, head_dim), dtype)
+            for x, dtype in (((1, rows), jnp.bfloat16), ((T, 1), kv_dtype))
+        )
         args = q, k, k, jax.ShapeDtypeStruct((B,), jnp.int32)
-        for tiles in decode_configs(DecodeFacts(rows, head_dim, gpu.shared_memory // 1024)):
+        for tiles in decode_configs(DecodeFacts(rows, head_dim, gpu.shared_memory // 1024, kv_bits=kv_bits)):
             tiles = dataclasses.replace(tiles, kv_splits=2)
             problem = grouped_rows.of_problem(_few_queries(tiles, in_pages, *args, shapes=True)[0])
             if tiles in tried or not fits(mma_decode_scratch(DecodePlan(problem, tiles)), gpu):
                 continue
             tried.add(tiles)
-            yield Call(
-                "mma decode", head_dim, tiles, in_pages, functools.partial(_mma_decoded, gpu, tiles, in_pages), args
-            )
+            yield Call(name, head_dim, tiles, in_pages, functools.partial(_mma_decoded, gpu, tiles, in_pages), args)
             if in_pages:
                 break
 

@@ -19,7 +19,9 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
         return faster_by_mma(problem, by_mma)
 
     def answer(problem: Problem) -> Support:
-        found = supports(problem, gpu)
+        found = (
+            by_mma.supports(problem)._replace(only_named=None) if problem.has_narrow_keys else supports(problem, gpu)
+        )
         if found.forward is not None or not is_left_to_mma(problem):
             return found
         remark = "; ".join(filter(None, ("few queries by mma.sync", by_mma.supports(problem).remark)))

@@ -10,7 +10,7 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_functions
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.mla import support as mla
-from pallas_fa.backends.record import NO_GRADIENTS_OF_PAGES, Support
+from pallas_fa.backends.record import Support, no_gradients
 from pallas_fa.masks import Causal, Window
 from pallas_fa.masks.base import parts_of
 from pallas_fa.problem import Problem
@@ -29,7 +29,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
         return Support.neither(reason)
     from pallas_fa.backends.hopper.backward.backward import why_no_backward
 
-    no_backward = NO_GRADIENTS_OF_PAGES if problem.pages else why_no_backward(kernels, gpu)
+    no_backward = no_gradients(problem) or why_no_backward(kernels, gpu)
     remark = _remark(problem, kernels, gpu, has_backward=no_backward is None)
     return Support(None, no_backward, remark, _only_named(problem), _gradients_only_named(problem))
 

@@ -101,6 +101,10 @@ class Copies:
     def wait(self, under_way: int = 0) -> None:
         """Commits, then waits for all groups of this thread but the last `under_way`."""
         self.commit()
+        self.wait_for_committed(under_way)
+
+    def wait_for_committed(self, under_way: int) -> None:
+        """Waits for all groups of this thread but the last `under_way`; what is in no group yet stays so."""
         if self.arrived is None:
             _instruction(nvvm.cp_async_wait_group, under_way)
 

@@ -22,6 +22,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.layouts import TILE
+from pallas_fa.backends.mma import narrow
+from pallas_fa.backends.mma.tiles import row_bytes
 
 # The elements of TILE in the same threads, one in a register instead of two.
 ACCUMULATOR = plgpu.Layout.TILED(
@@ -68,14 +70,20 @@ class Mma:
     def inner_products(self, a: Any, b: Any) -> Any:
         """Returns a b^T of a [rows, dim], in shared memory or a `left_operand`, and b [columns, dim] in shared memory."""
         if self.interpret:
-            return _dot(a[...], b[...].T)
+            return _dot(a[...], b[...].T.astype(self.dtype))
         x = self.zeros(a.shape[0], b.shape[0])
         for c in range(0, a.shape[1], _CHUNK):
             end = min(c + _CHUNK, a.shape[1])
             chunk = pl.ds(c, end - c)
             left = a[:, c:end] if isinstance(a, jax.Array) else plgpu.load(a.at[:, chunk], layout=self._lhs)
-            x = plgpu.mma(x, left, plgpu.load(b.at[:, chunk].transpose((1, 0)), layout=self._rhs))
+            x = plgpu.mma(x, left, self._turned(b, c, end))
         return x
+
+    def _turned(self, b, start, end):
+        """Columns of `b` [columns, dim] in shared memory as a right operand [end - start, columns]."""
+        if self._is_narrow(b):
+            return narrow.keys(b, start, end - start, row_bytes(b.dtype, b.shape[1]), self.dtype)
+        return plgpu.load(b.at[:, pl.ds(start, end - start)].transpose((1, 0)), layout=self._rhs)
 
     def plus_product(self, acc: Any, x: Any, b: Any) -> Any:
         """Returns an accumulator plus x b.
@@ -84,12 +92,21 @@ class Mma:
         """
         x = x.astype(self.dtype)
         if self.interpret:
-            return acc + _dot(x, b[...])
+            return acc + _dot(x, b[...].astype(self.dtype))
         acc = plgpu.layout_cast(acc, TILE)
         for c in range(0, x.shape[1], _K):
             left = self._as_left(x[:, c : c + _K])
-            acc = plgpu.mma(acc, left, plgpu.load(b.at[pl.ds(c, _K)], layout=self._rhs))
+            acc = plgpu.mma(acc, left, self._rows(b, c))
         return plgpu.layout_cast(acc, ACCUMULATOR)
+
+    def _rows(self, b, start):
+        """Rows of `b` [positions, dim] in shared memory as a right operand [_K, dim]."""
+        if self._is_narrow(b):
+            return narrow.values(b, start, _K, row_bytes(b.dtype, b.shape[1]), self.dtype)
+        return plgpu.load(b.at[pl.ds(start, _K)], layout=self._rhs)
+
+    def _is_narrow(self, b):
+        return b.dtype != self.dtype
 
     def plus_products(self, acc: Any, x: Any, b: Any) -> Any:
         """Returns an accumulator plus x b.

@@ -6,12 +6,12 @@ Its code is imported when it first runs.
 from typing import Any
 
 from pallas_fa.backends.record import (
-    NO_GRADIENTS_OF_PAGES,
     NO_TILES,
     Backend,
     Support,
     backward_in_btnh,
     forward_in_btnh,
+    no_gradients,
 )
 from pallas_fa.problem import Operands, Problem, Residuals
 
@@ -27,7 +27,7 @@ def _supports(problem: Problem) -> Support:
         return Support.neither("a symbolic length with a BlockMask, which is not padded to whole chunks")
     if problem.config is not None:
         return Support.neither(NO_TILES.format(config=problem.config))
-    return Support(backward=NO_GRADIENTS_OF_PAGES if problem.pages else None)
+    return Support(backward=no_gradients(problem))
 
 
 def _memory(problem: Problem) -> str | None:

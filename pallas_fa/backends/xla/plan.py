@@ -77,7 +77,10 @@ def all_at_once(problem: Problem, *, backward: bool = False) -> bool:
 
 def _needs_chunks_of_keys(problem):
     mask = problem.mask
-    return problem.dims.has_symbolic_length or problem.pages is not None or (mask is not None and mask.has_blocks)
+    has_cache = (
+        problem.pages is not None or problem.has_narrow_keys
+    )  # a chunk of which is gathered, or converted, at a time
+    return problem.dims.has_symbolic_length or has_cache or (mask is not None and mask.has_blocks)
 
 
 def _same_everywhere(problem):

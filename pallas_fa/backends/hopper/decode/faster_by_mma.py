@@ -16,6 +16,8 @@ def faster_by_mma(problem: Problem, by_mma: Backend) -> bool:
 
     Not for tiles that the call names, which are Hopper's.
     """
+    if problem.has_narrow_keys:  # which these alone take
+        return by_mma.supports(problem).forward is None
     if problem.config is not None or problem.values_in_keys or not applies(problem):
         return False
     if problem.mask is not None and problem.mask.has_blocks:

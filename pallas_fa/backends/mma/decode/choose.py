@@ -28,7 +28,8 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> DecodePlan:
     skewed = any(array.skewed for array in plan_of(None).arrays)  # whose tiles have 64 rows
     needed = ROWS if skewed else min(rows.dims.T, ROWS)
     heads = problem.dims.B * problem.K / gpu.multiprocessors
-    facts = DecodeFacts(needed, -(-max(problem.H, problem.Hv) // 64) * 64, gpu.shared_memory // 1024, heads)
+    head_dim, kv_bits = -(-max(problem.H, problem.Hv) // 64) * 64, 8 if problem.has_narrow_keys else 16
+    facts = DecodeFacts(needed, head_dim, gpu.shared_memory // 1024, heads, kv_bits)
     plans = [plan_of(tiles) for tiles in decode_configs(facts)]
     split = [
         dataclasses.replace(p, config=dataclasses.replace(p.config, kv_splits=fastest_splits(p, gpu))) for p in plans

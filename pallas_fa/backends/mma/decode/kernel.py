@@ -22,6 +22,7 @@ from pallas_fa.backends.gpu.online_softmax import online_softmax
 from pallas_fa.backends.gpu.page_numbers import page_numbers
 from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.gpu.steps import Steps
+from pallas_fa.backends.mma import narrow
 from pallas_fa.backends.mma.cta import Cta
 from pallas_fa.backends.mma.decode.key_parts import ROWS, KeyParts
 from pallas_fa.backends.mma.decode.plan import DecodePlan
@@ -62,11 +63,17 @@ class Decode(QueryBlock):
         """Computes the results of the query block and stores them."""
         ahead = self.plan.config.stages - 1
         self._load_queries()
+        if self.plan.reorders_columns:
+            self.cta.copies.commit()
         start = lax.mul(lax.axis_index(AXIS), jnp.int32(0))  # Pallas refuses a static tile that reaches past the end
         for i in range(ahead):
             pl.when(i < self.steps.end)(lambda i=i: self._load(start + i, self._pages(start + i)))
             if i + 1 < ahead:
                 self.cta.copies.commit()
+        if self.plan.reorders_columns:
+            self.cta.copies.wait_for_committed(under_way=ahead - 1)
+            self.cta.meet()
+            narrow.reorder_queries(self.scratch["q_smem"], self.plan.tiles.q.width)  # seen after the next meeting
         acc, m, l, _ = self.steps.loop(self._step, (*self.nothing_yet(ROWS), self._pages(ahead)))
         self._finish(acc, m, l)
 
@@ -100,7 +107,8 @@ class Decode(QueryBlock):
         for start in range(0, out.shape[1], columns):
             if start:
                 self.cta.meet()  # the columns before are read
-            out_smem[...] = out[:, start : start + columns]
+            part = out[:, start : start + columns]
+            out_smem[...] = narrow.in_order(part) if plan.reorders_columns else part
             self.cta.meet()
             parts = [plgpu.load(out_smem.at[pl.ds(i, stored)], layout=layout) for i in range(0, ROWS, rows)]
             target = gmem.out.at[(*place, slice(None), pl.ds(start, columns))]

@@ -45,10 +45,14 @@ class DecodePlan(ForwardCore):
     def tiles(self) -> OperandTiles:
         """The tiles of the operands."""
         problem, c = self.problem, self.config
-        tiles = lambda length, dim, layout, block: Tiles(length, dim, problem.dtype, layout, self.interpret, block)
-        q = tiles(problem.dims.T, problem.H, self.query_layout, c.rows)
-        k, v = (tiles(problem.dims.S, dim, problem.layout, c.block_kv) for dim in (problem.H, problem.Hv))
-        return OperandTiles(q, k, v)
+        q = Tiles(problem.dims.T, problem.H, problem.dtype, self.query_layout, self.interpret, c.rows)
+        of = lambda dim: Tiles(problem.dims.S, dim, problem.kv_dtype, problem.layout, self.interpret, c.block_kv)
+        return OperandTiles(q, of(problem.H), of(problem.Hv))
+
+    @property
+    def reorders_columns(self) -> bool:
+        """Whether keys and values are converted in registers, where their columns are in the orders of `mma.narrow`."""
+        return self.problem.has_narrow_keys and not self.interpret
 
     @property
     def query_blocks(self) -> int:
