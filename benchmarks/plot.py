@@ -19,7 +19,7 @@ from benchmarks.rows import Row, has_time
 _LINE = 32  # bars side by side, of several panels
 _MOST = 60  # bars of a panel that has a line for itself
 _WORDS = {False: 20, True: 12}  # characters in a line of a group's label, by whether the panel has a line for itself
-_TABLES = ("decode", "generation", "compiled")  # suites whose rows are tables of the results page, and no picture
+_TABLES = ("decode", "generation", "compiled")  # with which the names of files begin whose rows are tables alone
 _DIRECTIONS = {"fwdbwd": "forward and backward"}
 
 
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("rows", nargs="*", type=Path, help="JSONL files; each becomes a picture beside it")
     args = parser.parse_args(argv)
-    for path in args.rows or [path for path in row_file.kept() if path.stem not in _TABLES]:
+    for path in args.rows or [path for path in row_file.kept() if not path.stem.startswith(_TABLES)]:
         found = command.read_rows([path], "suite", "error")
         if found[0]["suite"] in _TABLES:
             raise SystemExit(
