@@ -144,25 +144,36 @@ def test_lowers(dtype, wide, H, Hv):
         assert kernels(attend, q.astype(wide), k, v) == 1
 
 
-CAPABILITIES = {"8.9": Gpu("8.9", 100, 99 * 1024), "8.6": Gpu("8.6", 80, 99 * 1024)}
+# What is not read as it is, and why: (compute capability, sizes, reason).
+CONVERTED = {
+    "an older GPU": ("8.6", {}, "on a GPU of compute capability 8.6; it reads them from 8.9 on"),
+    "another dtype": ("8.9", dict(dtype=jnp.float8_e4m3fnuz), "float8_e4m3fnuz .*reads float8_e4m3fn and float8_e5m2"),
+    "many queries": ("8.9", dict(T=17), "only its kernel for at most 16 queries reads them"),
+    "head dims": ("8.9", dict(H=24), "head dims H=24 and Hv=24; it reads multiples of 16"),
+}
 
 
-@pytest.mark.parametrize(
-    "capability, sizes, reason",
-    [
-        ("8.9", {}, None),
-        ("8.6", {}, "on a GPU of compute capability 8.6; it converts them from 8.9 on"),
-        ("8.9", dict(dtype=jnp.float8_e4m3fnuz), "float8_e4m3fnuz keys .* it takes float8_e4m3fn and float8_e5m2"),
-        ("8.9", dict(T=17), "it takes them in its kernel for few queries"),
-        ("8.9", dict(H=24), "head dims H=24 and Hv=24; it takes multiples of 16"),
-    ],
-)
-def test_what_the_kernel_takes(capability, sizes, reason):
-    given = dict(T=1, dtype=E4M3, H=64) | sizes
-    q, k = (jax.ShapeDtypeStruct((2, *x, given["H"]), jnp.bfloat16) for x in ((given["T"], 4), (64, 2)))
-    k = jax.ShapeDtypeStruct(k.shape, given["dtype"])
-    found = mma.supports(problem_of_types(q, k, k), CAPABILITIES[capability])
-    assert (found.forward is None) if reason is None else re.search(reason, found.forward)
+@pytest.mark.parametrize("name", CONVERTED)
+def test_what_is_not_read_is_converted_once_but_in_pages(name):
+    capability, sizes, reason = CONVERTED[name]
+    given, gpu = dict(T=1, dtype=E4M3, H=64) | sizes, Gpu(capability, 100, 99 * 1024)
+    shape = lambda *x: jax.ShapeDtypeStruct((*x, given["H"]), given["dtype"])
+    q, k = jax.ShapeDtypeStruct((2, given["T"], 4, given["H"]), jnp.bfloat16), shape(2, 64, 2)
+    found = mma.supports(problem_of_types(q, k, k), gpu)
+    assert found.forward is None and found.remark.startswith("converts keys and values to bfloat16 once")
+    pages = Paged(shape(8, 16, 2), jax.ShapeDtypeStruct((2, 4), jnp.int32))
+    assert re.search(reason, mma.supports(problem_of_types(q, pages, pages), gpu).forward)
+
+
+def test_many_queries_run_on_kernels():
+    """A chunk of a prompt, against a cache of 8 bits."""
+    q, k, v = inputs(200, H=20, Hv=20)
+    for implementation in ("mma", "mosaic_gpu"):
+        attend = functools.partial(pallas_fa.dot_product_attention, implementation=implementation, mask=BOTTOM_RIGHT)
+        assert kernels(attend, q, k, v) == 1
+    said = pallas_fa.explain(q, k, v).splitlines()[0]
+    assert "mosaic_gpu: runs this call" in said and "converts keys and values to bfloat16 once" in said
+    assert "converts" not in pallas_fa.explain(*inputs(1))
 
 
 @pytest.mark.gpu
@@ -191,6 +202,17 @@ def test_every_form_of_tiles_is_accurate(tiles, H, Hv):
     want = attend(*float32(q, k, v), implementation="reference")
     got = attend(q, k, v, implementation="mma", config=Config(decode=tiles))
     np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e4m3fnuz])
+def test_keys_that_are_converted_once(dtype):
+    q, k, v = inputs(200, dtype, H=72, Hv=40)
+    attend = functools.partial(pallas_fa.dot_product_attention, mask=BOTTOM_RIGHT)
+    want = attend(*float32(q, k, v), implementation="reference")
+    for implementation in ("mosaic_gpu", "mma"):
+        got = attend(q, k, v, implementation=implementation)
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=2e-2)
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------

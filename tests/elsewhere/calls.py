@@ -30,7 +30,6 @@ from pallas_fa.backends.hopper.forward.plan import ForwardPlan as HopperForwardP
 from pallas_fa.backends.hopper.forward.scratch import on_gpu as hopper_forward_scratch
 from pallas_fa.backends.hopper.forward.table import ForwardFacts as HopperForwardFacts
 from pallas_fa.backends.hopper.forward.table import forward_configs as hopper_forward_configs
-from pallas_fa.backends.mma import support as mma_support
 from pallas_fa.backends.mma.backward import backward as mma_backward
 from pallas_fa.backends.mma.backward.plan import FUSED, BackwardPlan, passes
 from pallas_fa.backends.mma.backward.scratch import on_gpu as mma_backward_scratch
@@ -68,7 +67,7 @@ def calls(gpu: Gpu) -> Iterator[Call]:
         if head_dim <= LARGEST_HEAD_DIM and head_dim != 96:  # which kernels by mma.sync pad to 128
             yield from _mma(gpu, head_dim, causal)
             yield from _mma_decode(gpu, head_dim, causal, jnp.bfloat16)
-            if mma_support.why_not_narrow(gpu) is None:
+            if tuple(map(int, gpu.compute_capability.split("."))) >= (8, 9):
                 yield from _mma_decode(gpu, head_dim, causal, jnp.float8_e4m3fn)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from pallas_fa.backends.gpu import narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.support import supports
 from pallas_fa.backends.record import Backend, Support
@@ -16,12 +17,13 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
     def is_left_to_mma(problem: Problem) -> bool:
         from pallas_fa.backends.hopper.decode.faster_by_mma import faster_by_mma
 
-        return faster_by_mma(problem, by_mma)
+        return faster_by_mma(problem, by_mma, gpu)
 
     def answer(problem: Problem) -> Support:
-        found = (
-            by_mma.supports(problem)._replace(only_named=None) if problem.has_narrow_keys else supports(problem, gpu)
-        )
+        if problem.has_narrow_keys and (problem.pages or is_left_to_mma(problem)):
+            found = by_mma.supports(problem)._replace(only_named=None)
+        else:
+            found = supports(problem, gpu)
         if found.forward is not None or not is_left_to_mma(problem):
             return found
         remark = "; ".join(filter(None, ("few queries by mma.sync", by_mma.supports(problem).remark)))
@@ -30,6 +32,8 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         if is_left_to_mma(problem):
             return by_mma.forward(problem, operands)
+        if problem.has_narrow_keys:
+            operands, problem = narrow_keys.widened_operands(problem, operands), narrow_keys.widened(problem)
         if problem.values_in_keys:
             from pallas_fa.backends.hopper.mla.mla import attention
 

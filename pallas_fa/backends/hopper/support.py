@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_fa.backends.gpu import head_dims
+from pallas_fa.backends.gpu import head_dims, narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_functions
 from pallas_fa.backends.hopper import products
@@ -21,8 +21,9 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
     if problem.values_in_keys:
         return mla.supports(problem, gpu)
-    kernels = head_dims.padded(problem)
-    if problem.pages and kernels is not problem:
+    own = narrow_keys.widened(problem)
+    kernels = head_dims.padded(own)
+    if problem.pages and kernels is not own:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
     reason = products.why_not(problem) or _why_no_forward(kernels, gpu)
     if reason:
@@ -60,7 +61,7 @@ def _remark(problem, kernels, gpu, has_backward):
     from pallas_fa.backends.hopper.forward import choose as forward
     from pallas_fa.backends.hopper.forward import split_heads
 
-    remarks = [head_dims.remark(problem), products.remark(problem)]
+    remarks = [narrow_keys.remark(problem), head_dims.remark(problem), products.remark(problem)]
     if few_queries.applies(kernels):
         remarks.append(few_queries.remark(kernels, decode.choose(kernels, gpu).config.kv_splits))
     else:

@@ -6,6 +6,7 @@ Importing this imports no part of Pallas.
 import functools
 from typing import Any
 
+from pallas_fa.backends.gpu import narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.mma.support import supports
 from pallas_fa.backends.record import Backend
@@ -21,6 +22,8 @@ def backend(gpu: Gpu, name: str) -> Backend:
         from pallas_fa.backends.mma.decode.decode import decode
         from pallas_fa.backends.mma.forward.forward import forward
 
+        if narrow_keys.why_not_read(problem, gpu):
+            operands, problem = narrow_keys.widened_operands(problem, operands), narrow_keys.widened(problem)
         return (decode if applies(problem) else forward)(problem, operands, gpu)
 
     def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:

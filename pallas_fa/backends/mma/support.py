@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_fa.backends.gpu import head_dims
+from pallas_fa.backends.gpu import head_dims, narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import why_not, why_not_functions
 from pallas_fa.backends.record import NEVER_RUN, SLOWER_ON_HOPPER, Support, no_gradients
@@ -17,8 +17,12 @@ from pallas_fa.problem import Problem
 @functools.lru_cache(maxsize=256)
 def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
-    kernels = head_dims.padded(problem)
-    if problem.pages and kernels is not problem:
+    not_read = narrow_keys.why_not_read(problem, gpu)
+    if not_read and problem.pages:
+        return Support.neither(not_read)
+    own = narrow_keys.widened(problem) if not_read else problem
+    kernels = head_dims.padded(own)
+    if problem.pages and kernels is not own:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
     reason = why_not(problem) or _why_no_forward(kernels, gpu)
     if reason:
@@ -27,7 +31,10 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     no_backward = no_gradients(problem) or why_no_backward(kernels, gpu)
     only_named = SLOWER_ON_HOPPER if gpu.compute_capability == "9.0" else NEVER_RUN
-    return Support(None, no_backward, _remark(problem, kernels, gpu, not no_backward), only_named)
+    remark = _remark(problem, kernels, gpu, not no_backward)
+    if not_read:
+        remark = "; ".join(filter(None, (narrow_keys.remark(problem), remark)))
+    return Support(None, no_backward, remark, only_named)
 
 
 def runs_on(gpu: Gpu) -> bool:
@@ -42,7 +49,6 @@ def _why_no_forward(problem, gpu):
         return "values that lie in the keys; its kernels read them from arrays of their own"
     return (
         _config_reason(problem)
-        or _narrow_reason(problem, gpu)
         or _pages_reason(problem)
         or why_not_functions(problem)
         or _rows_reason(problem)
@@ -61,31 +67,6 @@ def _remark(problem, kernels, gpu, has_backward):
     if has_backward:
         remarks.append(head_parts.remark(plans(kernels, gpu)))
     return "; ".join(filter(None, remarks)) or None
-
-
-def why_not_narrow(gpu: Gpu) -> str | None:
-    """Returns None if a GPU has the instructions that convert numbers of 8 bits, else the reason."""
-    if tuple(map(int, gpu.compute_capability.split("."))) >= (8, 9):
-        return None
-    return f"a GPU of compute capability {gpu.compute_capability}; it converts them from 8.9 on"
-
-
-def _narrow_reason(problem, gpu):
-    if not problem.has_narrow_keys:
-        return None
-    from pallas_fa.backends.mma.decode.choose import applies
-    from pallas_fa.backends.mma.narrow import PTX_NAMES, UNIT
-
-    what = f"{problem.kv_dtype} keys and values"
-    if problem.kv_dtype.name not in PTX_NAMES:
-        return f"{what}; of 8 bits it takes {' and '.join(PTX_NAMES)}"
-    if reason := why_not_narrow(gpu):
-        return f"{what} on {reason}"
-    if not applies(problem):
-        return f"{what}; it takes them in its kernel for few queries, without dropout and block masks"
-    if problem.H % UNIT or problem.Hv % UNIT:
-        return f"{what} with head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of {UNIT} then"
-    return None
 
 
 def _pages_reason(problem):

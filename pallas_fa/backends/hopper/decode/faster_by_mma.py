@@ -2,6 +2,8 @@
 
 import functools
 
+from pallas_fa.backends.gpu import narrow_keys
+from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.few_queries import applies, group_of
 from pallas_fa.backends.record import Backend
 from pallas_fa.problem import Problem
@@ -11,13 +13,13 @@ _LEAST_PAGE = 64  # smaller pages come faster by TMA
 
 
 @functools.lru_cache(maxsize=256)
-def faster_by_mma(problem: Problem, by_mma: Backend) -> bool:
+def faster_by_mma(problem: Problem, by_mma: Backend, gpu: Gpu) -> bool:
     """Returns whether the kernels by mma.sync are at least as fast as Hopper's (evidence: decode/mma-on-hopper).
 
     Not for tiles that the call names, which are Hopper's.
     """
-    if problem.has_narrow_keys:  # which these alone take
-        return by_mma.supports(problem).forward is None
+    if problem.has_narrow_keys:  # which these alone read as they are
+        return not narrow_keys.why_not_read(problem, gpu) and by_mma.supports(problem).forward is None
     if problem.config is not None or problem.values_in_keys or not applies(problem):
         return False
     if problem.mask is not None and problem.mask.has_blocks:
