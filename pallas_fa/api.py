@@ -71,7 +71,7 @@ def dot_product_attention(
     Args:
       query: [*B, T, N, H], any float dtype.
       key: [*B, S, K, H], the same dtype; or, like value, a float dtype of 8 bits beside a wider one of query, as of a cache:
-        what is read is converted, exactly, and there are no gradients.
+        what is read is converted, exactly, and there are no gradients but by 'reference'.
       value: [*B, S, K, Hv], the dtype of key.
       bias: float of any float dtype, broadcastable to [*B, N, T, S], added to the scaled logits; gets a gradient.
       mask: bool, broadcastable to [*B, N, T, S], True where a query may attend; or a `pallas_fa.masks.Mask`.

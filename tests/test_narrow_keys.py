@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -255,6 +256,14 @@ def test_a_cache_divides_rows_and_multiplies_results(make, scales, rng):
         np.testing.assert_allclose(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
+def test_a_scale_for_both_may_be_donated():
+    scale = jnp.float32(2)
+    cache = contiguous(dtype=E4M3, key_scale=scale, value_scale=scale)
+    rows = jnp.ones((B, 1, K, H))
+    cache = jax.jit(lambda cache: cache.append(rows, rows), donate_argnums=0)(cache)
+    assert cache.key[0, 0, 0, 0] == 0.5 and scale == 2
+
+
 def test_rows_past_the_largest_number_become_it():
     x = jnp.array([1e6, -jnp.inf, jnp.nan, 3.0] * 4)[None, None, None].repeat(B, 0).repeat(K, 2)
     cache = contiguous(dtype=E4M3).append(x, x)
@@ -263,14 +272,78 @@ def test_rows_past_the_largest_number_become_it():
     np.testing.assert_array_equal(*float32(as_they_are.key[:, :1], x.astype(E4M3)))
 
 
+def test_what_append_gives_may_be_donated():
+    cache, x = contiguous(dtype=E4M3, key_scale=2.0), jnp.ones((B, 1, K, H))
+    jax.jit(lambda cache: cache.append(x, x), donate_argnums=0)(cache.append(x, x))
+    assert (rows(cache.append(x, x), 1)[0] == 0.5).all()
+
+
+def test_a_scale_of_an_empty_prompt_is_one(rng):
+    k = jnp.asarray(rng.standard_normal((B, 2, K, H)), jnp.float32)
+    scaled = contiguous(dtype=E4M3, key_scale=abs(0 * k).max(), value_scale=jnp.float32(1e-45)).append(k, k)
+    plain = contiguous(dtype=E4M3).append(k, k)
+    q = jnp.ones((B, 1, N, H))
+    np.testing.assert_allclose(scaled.attend(q), plain.attend(q), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.5, np.float16(0.5), np.int64(1), jnp.bfloat16(0.5), np.array(0.5, np.float32)])
+def test_strict_promotion(scale):
+    with jax.numpy_dtype_promotion("strict"):
+        cache, x = contiguous(dtype=E4M3, key_scale=0.5, value_scale=0.5), jnp.ones((B, 1, K, H), jnp.bfloat16)
+        cache.append(x, x).attend(jnp.ones((B, 1, N, H), jnp.bfloat16), scale=scale)
+
+
+def test_float64_keeps_its_digits(rng):
+    with jax.enable_x64(True):
+        q, x = (jnp.asarray(rng.standard_normal((1, 4, heads, 24))) for heads in (2, 1))
+        cache = KeyValueCache.empty(1, 4, 1, 24, dtype=E4M3).append(x, x)
+        scaled = dataclasses.replace(cache, key_scale=1.0, value_scale=1.0).attend(q)
+        np.testing.assert_allclose(scaled, cache.attend(q), rtol=1e-14)
+
+
+def test_output_of_8_bits_is_saturated():
+    x = jnp.full((B, 1, K, H), 300.0)
+    out = contiguous(dtype=E4M3, value_scale=10.0).append(x, 10 * x).attend(jnp.ones((B, 1, N, H), E4M3))
+    assert (np.asarray(out, np.float32) == 448).all()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float4_e2m1fn, ml_dtypes.float6_e2m3fn])
+def test_fewer_bits_are_refused(dtype):
+    q, k, v = inputs(1, dtype)
+    with pytest.raises(ValueError, match=f"key.dtype={jnp.dtype(dtype)} .*both one of 8 bits"):
+        pallas_fa.dot_product_attention(q, k, v)
+    with pytest.raises(ValueError, match="nothing is converted silently"):
+        contiguous(dtype=dtype).append(jnp.ones((B, 1, K, H)), jnp.ones((B, 1, K, H)))
+
+
+def test_symbolic_sizes_and_wrong_tiles_are_refused_as_elsewhere():
+    (T,) = jax.export.symbolic_shape("t")
+    q, k = jax.ShapeDtypeStruct((2, T, 4, 16), jnp.bfloat16), jax.ShapeDtypeStruct((2, 32, 2, 16), E4M3)
+    export = lambda **keywords: jax.export.export(
+        jax.jit(lambda q, k: pallas_fa.dot_product_attention(q, k, k, **keywords)), platforms=["cpu", "cuda"]
+    )(q, k)
+    export()
+    with pytest.raises(NotImplementedError, match="a symbolic size; its kernels are made for sizes that are known"):
+        export(implementation="mosaic_gpu")
+    q, k, v = inputs(1)
+    assert "config=5; it takes a" in pallas_fa.explain(q, k, v, implementation="xla", config=5)
+    assert "config=DecodeConfig" in pallas_fa.explain(q, k, v, implementation="mma", config=TILES[0])
+
+
 WRONG_SCALES = {
     "of 16 bits": (
         dict(key_scale=1.0),
         ValueError,
         "key_scale=1.0 is for caches of 8 bits, and this one holds bfloat16",
     ),
-    "negative": (dict(dtype=E4M3, value_scale=-1), ValueError, "value_scale=-1 must be positive, and finite"),
+    "negative": (
+        dict(dtype=E4M3, value_scale=-1),
+        ValueError,
+        "value_scale=-1 must be positive, and normal and finite",
+    ),
     "infinite": (dict(dtype=E4M3, value_scale=float("inf")), ValueError, "value_scale=inf must be positive"),
+    "too small": (dict(dtype=E4M3, key_scale=1e-50), ValueError, "key_scale=1e-50 must be positive, and normal"),
+    "a shape": (dict(dtype=E4M3, key_scale=jax.ShapeDtypeStruct((), np.float32)), TypeError, "key_scale=.*no values"),
     "by head": (dict(dtype=E5M2, key_scale=jnp.ones(K)), TypeError, "must be a number or a scalar float array"),
     "text": (dict(dtype=E5M2, key_scale="1"), TypeError, "key_scale='1' must be a number"),
 }
@@ -289,6 +362,8 @@ def test_a_wrong_factor_of_logits_is_an_error():
     for wrong in (float("nan"), "1", jnp.ones(2)):
         with pytest.raises((ValueError, TypeError), match="scale="):
             cache.attend(jnp.ones((B, 1, N, H)), scale=wrong)
+    with pytest.raises(ValueError, match="different head dims H"):
+        cache.attend(jnp.ones((B, 1, N, 0)))
 
 
 # ---- over devices ---------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from typing import Any
 
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered
+from pallas_fa.operands.pytree import has_8_bits
 
 
 def check_dtypes(**arrays: Any) -> None:
     """Raises ValueError unless queries, keys and values, by name and in this order, have dtypes that fit one another."""
     q, k, v = (x.dtype for x in arrays.values())
-    if k != v or not fits(q, k):
+    if k != v or not dtypes_fit(q, k):
         first, second, third = (f"{name}.dtype={x.dtype}" for name, x in arrays.items())
         raise ValueError(
             f"{first}, {second} and {third} differ: they must be one dtype, or keys and values both one of 8 bits, since"
@@ -17,9 +18,9 @@ def check_dtypes(**arrays: Any) -> None:
         )
 
 
-def fits(q: Any, kv: Any) -> bool:
+def dtypes_fit(q: Any, kv: Any) -> bool:
     """Whether keys and values of the dtype `kv` fit queries of the dtype `q`: the same, or one of 8 bits for wider ones."""
-    return q == kv or (kv.itemsize == 1 and q.itemsize > 1)
+    return q == kv or (has_8_bits(kv) and q.itemsize > 1)
 
 
 def check_shapes(q: Any, k: Any, v: Any, layout: Layout) -> Dims:

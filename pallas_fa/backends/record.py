@@ -34,7 +34,7 @@ SLOWER_ON_HOPPER = "tested on Hopper, where the kernels of mosaic_gpu are faster
 
 
 def no_gradients(problem: Problem) -> str | None:
-    """Returns why a problem has no gradients, whatever computes it; None where it has."""
+    """Returns why a problem has no gradients but those of 'reference', which JAX differentiates; None where it has."""
     if problem.pages:
         return "keys and values in pages are for inference"
     return f"{problem.kv_dtype} keys and values are for inference" if problem.has_narrow_keys else None

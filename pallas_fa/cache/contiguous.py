@@ -92,8 +92,8 @@ class KeyValueCache:
         done in place. Rows that do not fit are not written, and are counted in `dropped`.
 
         Args:
-          key: [B, T, K, H], in the dtype of the cache. Where that has 8 bits, rows of more are divided by the scale and
-            rounded; what is past the largest number of the dtype becomes that.
+          key: [B, T, K, H], in the dtype of the cache, as it is to be kept. To a cache of 8 bits rows of more may be given,
+            which are divided by the scale and rounded; what is past the largest number of the dtype becomes that.
           value: [B, T, K, Hv], likewise.
           lengths: int [B], how many of the T rows are real in each sequence, as for prompts of different lengths; None for
             all. The others are not written.
@@ -104,6 +104,7 @@ class KeyValueCache:
         lengths_before, (B, S) = self._checked_lengths(), self.key.shape[:2]
         dropped = rows.checked_dropped(self.dropped, B)
         kept, kept_scales = (self.key, self.value), scales.of(self, self.key.dtype)
+        key_scale, value_scale = kept_scales
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, kept_scales=kept_scales, capacity=S)
         row = jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
         position = lengths_before[:, None] + row
@@ -117,6 +118,8 @@ class KeyValueCache:
             value=write(self.value, new.value, position),
             lengths=placed.lengths,
             dropped=placed.dropped,
+            key_scale=key_scale,  # arrays of its own, as all others are, so that it may be donated
+            value_scale=value_scale,
         )
 
     def attend(
@@ -150,10 +153,10 @@ class KeyValueCache:
         """
         kept = self._checked_lengths()
         given = last_rows(query, self.key.shape[:3], mask, lengths, arguments)
-        attention = lambda query, **given: dot_product_attention(
-            query, self.key, self.value, key_value_seq_lengths=kept, **given
-        )
-        return scales.attend(attention, query, *scales.of(self, self.key.dtype), given)
+        key_scale, value_scale = scales.of(self, self.key.dtype)
+        given = scales.with_key_scale(given, query, key_scale)
+        results = dot_product_attention(query, self.key, self.value, key_value_seq_lengths=kept, **given)
+        return scales.with_value_scale(results, value_scale)
 
     def _checked_lengths(self):
         """The lengths, of a cache whose arrays belong together."""

@@ -107,6 +107,7 @@ class PagedCache:
         P, page = self.key_pages.shape[:2]
         dropped = rows.checked_dropped(self.dropped, B)
         kept, kept_scales = (self.key_pages, self.value_pages), scales.of(self, self.key_pages.dtype)
+        key_scale, value_scale = kept_scales
         capacity = pages_per_sequence * page
         new = rows.new_rows(key, value, lengths, batch=B, kept=kept, kept_scales=kept_scales, capacity=capacity)
         position = before[:, None] + jnp.arange(new.key.shape[1], dtype=jnp.int32)[None]
@@ -120,6 +121,8 @@ class PagedCache:
             value_pages=write(self.value_pages, new.value),
             lengths=placed.lengths,
             dropped=placed.dropped,
+            key_scale=key_scale,  # arrays of its own, as all others are, so that it may be donated
+            value_scale=value_scale,
         )
 
     def attend(
@@ -134,10 +137,10 @@ class PagedCache:
         table, kept = self._checked_places()
         (B, pages), (_, page, K, _) = table.shape, self.key_pages.shape
         given = last_rows(query, (B, pages * page, K), mask, lengths, arguments)
-        attention = lambda query, **given: paged_attention(
-            query, self.key_pages, self.value_pages, table, kept, **given
-        )
-        return scales.attend(attention, query, *scales.of(self, self.key_pages.dtype), given)
+        key_scale, value_scale = scales.of(self, self.key_pages.dtype)
+        given = scales.with_key_scale(given, query, key_scale)
+        results = paged_attention(query, self.key_pages, self.value_pages, table, kept, **given)
+        return scales.with_value_scale(results, value_scale)
 
     def _checked_places(self):
         """The page table and the lengths, of a cache whose arrays belong together."""

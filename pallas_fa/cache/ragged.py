@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from pallas_fa import masks
 from pallas_fa.arguments.arrays import float_array
-from pallas_fa.arguments.shapes import fits
+from pallas_fa.arguments.shapes import dtypes_fit
 from pallas_fa.attention import attend
 from pallas_fa.cache import scales
 from pallas_fa.operands.offsets import as_int32, int_array
@@ -88,9 +88,9 @@ def ragged_paged_attention(
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
-    given = {"sm_scale": sm_scale, "k_scale": 1.0 if k_scale is None else k_scale}
-    factors = [_factor(name, x) for name, x in (given | {"v_scale": 1.0 if v_scale is None else v_scale}).items()]
+    factors = _factor("sm_scale", sm_scale), _factor("k_scale", 1.0 if k_scale is None else k_scale)
     scale = _factor("sm_scale * k_scale", factors[0] * factors[1])
+    of_values = None if v_scale is None else _factor("v_scale", v_scale)
     soft_cap = None if soft_cap is None else check_cap("soft_cap", soft_cap, "Use None")
     if not queries.shape[0]:
         return queries
@@ -111,7 +111,7 @@ def ragged_paged_attention(
         return jnp.zeros_like(queries).at[token].set(out, mode="drop")
 
     out = run(queries, pages, lengths, table, starts, count)
-    return scales.times(out, None if v_scale is None else factors[2])
+    return scales.times(out, of_values)
 
 
 class _Blocks(NamedTuple):
@@ -151,7 +151,7 @@ def _check(q, pages, lengths, table, starts, count):
             f"{shapes}: the number of query heads N={q.shape[1]} must be a multiple of that of key heads"
             f" K={pages.shape[2] // 2}, since each key head serves N // K query heads. Repeat the fewer heads."
         )
-    if not fits(q.dtype, pages.dtype):
+    if not dtypes_fit(q.dtype, pages.dtype):
         raise ValueError(
             f"q.dtype={q.dtype} and kv_pages.dtype={pages.dtype} differ: they must be one dtype, or that of the pages one of"
             " 8 bits, since nothing is converted silently. Convert one with `.astype`."

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa.arguments.arrays import float_array
+from pallas_fa.arguments.shapes import dtypes_fit
 from pallas_fa.cache import scales
 from pallas_fa.operands.offsets import as_int32, check_fits, int_array
 from pallas_fa.operands.pytree import as_count, is_array, is_float, names_float
@@ -149,7 +150,7 @@ def new_rows(
                 f"{name}.shape={tuple(x.shape)} does not fit the cache, which takes [B, T, K, head dim]={want}, with as"
                 " many rows T of key as of value. Reshape it, or make the cache with these sizes."
             )
-        if x.dtype != cache.dtype and not (scales.is_narrow(cache.dtype) and x.dtype.itemsize > 1):
+        if not dtypes_fit(x.dtype, cache.dtype):
             raise ValueError(
                 f"{name}.dtype={x.dtype}, but the cache holds {cache.dtype}: nothing is converted silently. Convert it with"
                 " `.astype`, or make the cache with dtype=."

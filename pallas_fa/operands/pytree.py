@@ -60,6 +60,11 @@ def is_float(dtype: Any) -> bool:
     return is_floating and dtype != jnp.float8_e8m0fnu
 
 
+def has_8_bits(dtype: Any) -> bool:
+    """Returns whether `dtype`, one of JAX's floats, has 8 bits; NumPy has no smaller size for floats of 4 and 6."""
+    return jnp.finfo(dtype).bits == 8
+
+
 def names_float(dtype: Any) -> bool:
     """Returns whether `dtype` names one for which `is_float` holds; anything but a dtype does not."""
     try:

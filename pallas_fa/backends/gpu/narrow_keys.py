@@ -11,8 +11,8 @@ import dataclasses
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.problem import Operands, Problem
 
-READ = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # the dtypes that are read, and their names in PTX
-COLUMNS = 16  # of which a head dim that is read must be a multiple
+PTX_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # of the dtypes that are read
+UNIT = 16  # columns that are read together, and their bytes
 
 
 def why_not_read(problem: Problem, gpu: Gpu) -> str | None:
@@ -23,17 +23,19 @@ def why_not_read(problem: Problem, gpu: Gpu) -> str | None:
     if not problem.has_narrow_keys:
         return None
     what = f"{problem.kv_dtype} keys and values"
-    if problem.kv_dtype.name not in READ:
-        return f"{what}; of 8 bits it reads {' and '.join(READ)}"
+    if problem.dims.is_symbolic:
+        return f"{what} of a symbolic size; its kernels are made for sizes that are known"
+    if problem.kv_dtype.name not in PTX_NAMES:
+        return f"{what}; of 8 bits it reads {' and '.join(PTX_NAMES)}"
     if tuple(map(int, gpu.compute_capability.split("."))) < (8, 9):
         return f"{what} on a GPU of compute capability {gpu.compute_capability}; it reads them from 8.9 on"
     from pallas_fa.backends.gpu import few_queries  # which imports Pallas
 
     has_blocks = problem.mask is not None and problem.mask.has_blocks
-    if not few_queries.applies(problem) or has_blocks or (problem.config and problem.config.forward):
+    if not few_queries.applies(problem) or has_blocks or getattr(problem.config, "forward", None):
         return f"{what}; only its kernel for at most {few_queries.MOST_QUERIES} queries reads them"
-    if problem.H % COLUMNS or problem.Hv % COLUMNS:
-        return f"{what} with head dims H={problem.H} and Hv={problem.Hv}; it reads multiples of {COLUMNS}"
+    if problem.H % UNIT or problem.Hv % UNIT:
+        return f"{what} with head dims H={problem.H} and Hv={problem.Hv}; it reads multiples of {UNIT}"
     return None
 
 
@@ -48,5 +50,5 @@ def widened_operands(problem: Problem, operands: Operands) -> Operands:
 
 
 def remark(problem: Problem) -> str | None:
-    """Returns what is copied of a problem whose keys are not read as they are, in words; None where nothing is."""
+    """Returns what is copied where keys of 8 bits are converted, in words; None of other keys."""
     return f"converts keys and values to {problem.dtype} once" if problem.has_narrow_keys else None

@@ -81,7 +81,7 @@ class Mma:
 
     def _turned(self, b, start, end):
         """Columns of `b` [columns, dim] in shared memory as a right operand [end - start, columns]."""
-        if self._is_narrow(b):
+        if b.dtype != self.dtype:
             return narrow.keys(b, start, end - start, row_bytes(b.dtype, b.shape[1]), self.dtype)
         return plgpu.load(b.at[:, pl.ds(start, end - start)].transpose((1, 0)), layout=self._rhs)
 
@@ -101,12 +101,9 @@ class Mma:
 
     def _rows(self, b, start):
         """Rows of `b` [positions, dim] in shared memory as a right operand [_K, dim]."""
-        if self._is_narrow(b):
+        if b.dtype != self.dtype:
             return narrow.values(b, start, _K, row_bytes(b.dtype, b.shape[1]), self.dtype)
         return plgpu.load(b.at[pl.ds(start, _K)], layout=self._rhs)
-
-    def _is_narrow(self, b):
-        return b.dtype != self.dtype
 
     def plus_products(self, acc: Any, x: Any, b: Any) -> Any:
         """Returns an accumulator plus x b.

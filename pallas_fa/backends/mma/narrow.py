@@ -19,11 +19,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_fa.backends.gpu.layouts import TILE
-from pallas_fa.backends.gpu.narrow_keys import COLUMNS, READ
+from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES, UNIT
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
 
-UNIT = COLUMNS  # of 8 bits that a row of an 8 x 8 matrix of `ldmatrix` holds, and their bytes
 _FOUR_COLUMNS = plgpu.Layout.TILED(  # as TILE, but for the columns: four threads have four each of 16
     mgpu.fragmented_array.Tiling(((64, 16), (16, 16), (8, 16), (4,), (2,))),
     warp_dims=(-8,),
@@ -188,7 +187,7 @@ def _swizzled(row_bytes, width):
 
 def _converted(register, source, dtype, interleaved=False):
     """Returns four bytes as two registers of `dtype`: the first two and the others, or the even ones and the odd ones."""
-    name, to_bfloat16 = READ[np.dtype(source).name], dtype == jnp.bfloat16
+    name, to_bfloat16 = PTX_NAMES[np.dtype(source).name], dtype == jnp.bfloat16
     lines = [".reg .b16 a, b, c, d; .reg .b32 x; .reg .f32 lo, hi;"]
     lines += ["prmt.b32 x, $2, 0, 0x3120;" if interleaved else "mov.b32 x, $2;", "mov.b32 {a, b}, x;"]
     for half, result in (("a", "$0"), ("b", "$1")):

@@ -18,7 +18,7 @@ def columns(dim: int) -> int:
 
 
 def row_bytes(dtype: Any, dim: int) -> int:
-    """Returns how many bytes of a row of `dim` elements lie together: 128; of 8-bit ones 64 if that many columns are odd."""
+    """Returns how many bytes of a row of `dim` elements lie together: 128, or 64 where 8-bit rows are odd numbers of 64."""
     return 64 if np.dtype(dtype).itemsize == 1 and columns(dim) % 128 else 128
 
 

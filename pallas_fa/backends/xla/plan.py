@@ -77,10 +77,8 @@ def all_at_once(problem: Problem, *, backward: bool = False) -> bool:
 
 def _needs_chunks_of_keys(problem):
     mask = problem.mask
-    has_cache = (
-        problem.pages is not None or problem.has_narrow_keys
-    )  # a chunk of which is gathered, or converted, at a time
-    return problem.dims.has_symbolic_length or has_cache or (mask is not None and mask.has_blocks)
+    is_cache = problem.pages is not None or problem.has_narrow_keys  # gathered, or converted, a chunk at a time
+    return problem.dims.has_symbolic_length or is_cache or (mask is not None and mask.has_blocks)
 
 
 def _same_everywhere(problem):
