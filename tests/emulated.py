@@ -6,6 +6,7 @@ It evaluates the operations of the lowered program (`kernel_snapshots.kernels`) 
 import re
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 _OPERATION = re.compile(
@@ -18,6 +19,13 @@ _ARITHMETIC = {  # of numbers that are not negative
     "xori": np.bitwise_xor, "andi": np.bitwise_and, "shrui": np.right_shift, "index_cast": lambda x: x, "extui": lambda x: x,
 }  # fmt: skip
 _LESS = {"2", "6"}  # signed and unsigned, of numbers that are not negative
+
+
+_FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+class Registers(list):
+    """What an instruction with several results gives: for each, the bytes of every thread."""
 
 
 class Pointer:
@@ -106,6 +114,18 @@ class _Threads:
             return pointer, [int(x) for x in kept[1].split(",")] if kept else strides, itemsize
         if name in ("builtin.unrealized_conversion_cast", "memref.expand_shape", "llvm.addrspacecast"):
             return operands[0]
+        if name == "nvvm.ldmatrix":
+            return _matrices(operands[0], number("num"), "mma_layout<col>" in attributes)
+        if name in ("vector.bitcast", "vector.broadcast", "vector.extract") and isinstance(operands[0], list):
+            return operands[0]  # all of a register
+        if name == "vector.shuffle":
+            both, chosen = zip(*operands, strict=True), numbers("mask")
+            return [np.concatenate(pair).view(np.uint32)[chosen].view(np.uint8) for pair in both]
+        if name == "llvm.inline_asm" and (found := re.search(r"cvt\.rn\.f16x2\.(\w+)x2", attributes)):
+            wide = ml_dtypes.bfloat16 if "bf16x2" in attributes else np.float16
+            return _converted(operands[0], _FLOAT8[found[1]], wide, interleaved="prmt" in attributes)
+        if name == "llvm.extractvalue" and isinstance(operands[0], Registers):
+            return operands[0][numbers("position")[0]]
         if name == "llvm.extractvalue":  # the pointer has the offset already
             return operands[0][0] if numbers("position") == [1] else 0
         if name in ("llvm.ptrtoint", "llvm.inttoptr"):
@@ -136,8 +156,28 @@ class _Threads:
             return None
         if name == "llvm.store":
             for thread in np.flatnonzero(mask):
-                operands[1].at(thread)[:] = operands[0][thread]
+                operands[1].at(thread, operands[0][thread].size)[:] = operands[0][thread]
         return None
+
+
+def _matrices(pointer, count, transposed):
+    """What `ldmatrix` gives: of each 8 x 8 matrix, to whose rows eight lanes point, a thread gets two 16-bit elements."""
+    found = Registers()
+    for matrix in range(count):
+        of_threads = []
+        for thread in range(_THREADS):
+            warp, lane = thread // 32 * 32, thread % 32
+            rows = np.stack([pointer.at(warp + 8 * matrix + i) for i in range(8)]).view(np.uint16)
+            of_threads.append((rows.T if transposed else rows)[lane // 4, 2 * (lane % 4) :][:2].copy().view(np.uint8))
+        found.append(of_threads)
+    return found
+
+
+def _converted(threads, narrow, wide, interleaved):
+    """Two registers of each thread's four numbers of 8 bits: the first two and the others, or the even ones and the odd."""
+    halves = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, 2), slice(2, 4))
+    convert = lambda x: x.copy().view(narrow).astype(wide).view(np.uint8)
+    return Registers([[convert(x[half]) for x in threads] for half in halves])
 
 
 def _strides(shape):
@@ -152,4 +192,4 @@ def _size(element):
 
 
 def _bytes(dtype):
-    return int(dtype[-2:]) // 8 if dtype[-2:].isdigit() else int(dtype[-1]) // 8
+    return int(re.search(r"\d+", dtype)[0]) // 8  # type: ignore[index]

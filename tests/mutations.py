@@ -51,6 +51,8 @@ MMA_PLAN, MMA_PARTS = "tests/test_mma_backward_plan.py -k parts", "tests/test_mm
 MMA_BACKWARD = "tests/test_mma_interpreted.py -k backward"
 PADDING = "tests/test_padding_by_rows.py -k harmless"
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
+NARROW = "tests/test_narrow_keys.py --deselect tests/test_narrow_keys.py::test_kernel_is_right_and_free_of_races"
+NARROW_REGISTERS = "tests/test_mma_narrow.py"
 LATENT, LATENT_MAXIMA = (f"tests/test_mla.py -k {name}" for name in ("interpreted", "grow"))
 LATENT_COMPUTE = "backends/hopper/mla/compute.py"
 MUTATIONS = (
@@ -156,6 +158,16 @@ MUTATIONS = (
     Mutation("backends/hopper/backward/probabilities.py", "if w.plan.padding.ds else ds", "if False else ds", PADDING),
     Mutation("backends/hopper/backward/compute.py", "if plan.padding.gradients:", "if False:", PADDING),
     Mutation("softmax/tile.py", "jnp.exp(state.max - finite_max)", "jnp.exp(finite_max - state.max)", "tests/test_table.py"),
+    Mutation("cache/scales.py", "wide / scale.astype(wide.dtype)", "wide", NARROW),
+    Mutation("cache/scales.py", "key_scale.astype(wide) * scale", "scale", NARROW),
+    Mutation("cache/scales.py", "jnp.clip(x, -largest, largest)", "x", NARROW),
+    Mutation("cache/scales.py", "jnp.where(jnp.abs(scale) < _SMALLEST, jnp.float32(1), scale)", "scale", NARROW),
+    Mutation("operands/pytree.py", "jnp.finfo(dtype).bits == 8", "jnp.dtype(dtype).itemsize == 1", NARROW),
+    Mutation("backends/mma/narrow.py", "([0, 2, 4, 6], [1, 3, 5, 7])", "([0, 1, 2, 3], [4, 5, 6, 7])", NARROW_REGISTERS),
+    Mutation("backends/mma/narrow.py", "vector.shuffle(even, odd, [pair, 2 + pair])", "even", NARROW_REGISTERS),
+    Mutation("backends/mma/narrow.py", "if rows_first else (self.high, self.low)", "", NARROW_REGISTERS),
+    Mutation("backends/mma/narrow.py", "i32(width - 16)", "i32(0)", NARROW_REGISTERS),
+    Mutation("backends/gpu/narrow_keys.py", "problem.H % UNIT or problem.Hv % UNIT", "problem.H % 8", NARROW),
 )  # fmt: skip
 
 

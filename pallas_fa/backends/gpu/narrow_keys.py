@@ -7,6 +7,7 @@ Importing this imports no part of Pallas.
 """
 
 import dataclasses
+import re
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.problem import Operands, Problem
@@ -27,7 +28,8 @@ def why_not_read(problem: Problem, gpu: Gpu) -> str | None:
         return f"{what} of a symbolic size; its kernels are made for sizes that are known"
     if problem.kv_dtype.name not in PTX_NAMES:
         return f"{what}; of 8 bits it reads {' and '.join(PTX_NAMES)}"
-    if tuple(map(int, gpu.compute_capability.split("."))) < (8, 9):
+    of_one_kind = re.fullmatch(r"(\d+)\.(\d+)", gpu.compute_capability)  # or those of GPUs that differ
+    if not of_one_kind or tuple(map(int, of_one_kind.groups())) < (8, 9):
         return f"{what} on a GPU of compute capability {gpu.compute_capability}; it reads them from 8.9 on"
     from pallas_fa.backends.gpu import few_queries  # which imports Pallas
 

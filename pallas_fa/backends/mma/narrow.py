@@ -23,7 +23,7 @@ from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES, UNIT
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
 
-_FOUR_COLUMNS = plgpu.Layout.TILED(  # as TILE, but for the columns: four threads have four each of 16
+FOUR_COLUMNS = plgpu.Layout.TILED(  # as TILE, but for the columns: four threads have four each of 16
     mgpu.fragmented_array.Tiling(((64, 16), (16, 16), (8, 16), (4,), (2,))),
     warp_dims=(-8,),
     lane_dims=(-4, -3),
@@ -62,7 +62,7 @@ def in_order(out: Any) -> Any:
     """
 
     def body(_, x):
-        target, tiles = _FOUR_COLUMNS.to_mgpu(), x.registers.reshape(-1, 2)
+        target, tiles = FOUR_COLUMNS.to_mgpu(), x.registers.reshape(-1, 2)
         registers = np.empty((len(tiles) // 2, 2, 2), object)  # the 16 columns, the upper or lower rows, the pair
         for unit, half, pair in np.ndindex(registers.shape):
             even, odd = tiles[2 * unit, half], tiles[2 * unit + 1, half]
@@ -70,7 +70,7 @@ def in_order(out: Any) -> Any:
         registers = registers.reshape(target.registers_shape(x.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
-    of: Any = plgpu.ShapeDtypeStruct(out.shape, out.dtype, layout=_FOUR_COLUMNS)
+    of: Any = plgpu.ShapeDtypeStruct(out.shape, out.dtype, layout=FOUR_COLUMNS)
     run: Any = plgpu.inline_mgpu(arg_types=(TILE,), return_type=of)(body)
     return run(out)
 
