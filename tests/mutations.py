@@ -51,7 +51,16 @@ MMA_PLAN, MMA_PARTS = "tests/test_mma_backward_plan.py -k parts", "tests/test_mm
 MMA_BACKWARD = "tests/test_mma_interpreted.py -k backward"
 PADDING = "tests/test_padding_by_rows.py -k harmless"
 WIDE_HEADS = "tests/test_wide_heads.py -k interpreted"
-NARROW = "tests/test_narrow_keys.py --deselect tests/test_narrow_keys.py::test_kernel_is_right_and_free_of_races"
+NARROW = " ".join(
+    f"tests/test_narrow_keys.py::test_{name}"
+    for name in (
+        "a_cache_divides_rows_and_multiplies_results",
+        "rows_past_the_largest_number_become_it",
+        "a_scale_of_an_empty_prompt_is_one",
+        "fewer_bits_are_refused",
+        "what_is_not_read_is_converted_once_but_in_pages",
+    )
+)
 NARROW_REGISTERS = "tests/test_mma_narrow.py"
 LATENT, LATENT_MAXIMA = (f"tests/test_mla.py -k {name}" for name in ("interpreted", "grow"))
 LATENT_COMPUTE = "backends/hopper/mla/compute.py"
