@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import command, machine, processes, row_file, turns
-from benchmarks.decode_steps import FLOAT8, PAGES, STEPS, Attend, Step, attend, page_table
+from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
 from benchmarks.rows import Row
@@ -122,11 +122,11 @@ class Prepared:
 def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, Any]) -> Prepared:
     """Compiles a step by each of the implementations, and compares it with the truth; `about` is what all rows say."""
     step = STEPS[name]
-    made = {kv_dtype: caches_of(dataclasses.replace(step, kv_dtype=kv_dtype)) for kv_dtype in _dtypes(name)}
+    made = {kv_dtype: caches_of(dataclasses.replace(step, kv_dtype=kv_dtype)) for kv_dtype in _dtypes(step)}
     estimate = max(step.bytes / 2.5e12, step.flops / 4e14, 5e-6) * len(in_turn(made[step.kv_dtype][1]))
     found = Prepared(max(2, int(0.02 / estimate)), {}, {})
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
-    for kv_dtype in _dtypes(name)[1:]:
+    for kv_dtype in _dtypes(step)[1:]:
         calls[kv_dtype] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, kv_dtype=kv_dtype)
     for page in PAGES.get(name, ()):
         in_pages = dataclasses.replace(step, page=page)
@@ -146,9 +146,9 @@ def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, A
     return found
 
 
-def _dtypes(name):
+def _dtypes(step):
     """Of the caches of a step, the usual one first."""
-    return (STEPS[name].kv_dtype, *(("float8_e4m3fn",) if name in FLOAT8 else ()))
+    return (step.kv_dtype,) if step.Hv else (step.kv_dtype, "float8_e4m3fn")
 
 
 def timed(prepared: Prepared, rounds: int) -> list[Row]:

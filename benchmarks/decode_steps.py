@@ -72,7 +72,6 @@ STEPS = {
     "cache-b8-s32k": Step(8, 32768, length=32768),
 }
 PAGES = {"cache-b32-s4k": (16, 32, 64, 128, 256), "cache-b8-s32k": (16, 32, 64, 128, 256)}
-FLOAT8 = tuple(name for name, step in STEPS.items() if step.Hv is None)  # also with a cache of 8 bits
 
 
 Attend = Callable[..., Any]  # (q, k, v, lengths) -> out; lengths are None where all keys are real

@@ -7,8 +7,9 @@ import pytest
 
 import pallas_fa
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.few_queries import taken_by_mma
 from pallas_fa.backends.mma.config import Config, DecodeConfig, ForwardConfig
-from pallas_fa.backends.mma.decode.choose import applies, choose
+from pallas_fa.backends.mma.decode.choose import choose
 from pallas_fa.backends.mma.decode.decode import decode
 from pallas_fa.problem import normalise
 from tests import test_decode as of_hopper
@@ -26,7 +27,7 @@ CALLS = {
 
 
 def is_right_and_free_of_races(problem, operands):
-    assert applies(problem)
+    assert taken_by_mma(problem)
     assert_right_and_free_of_races(problem, operands, decode)
 
 

@@ -38,6 +38,18 @@ def store_registers(array, layout, out):
     plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(body)(array, out)
 
 
+def emulate_operand(load, x, width, wide, out):
+    """Fills `out` with the registers of the right operand load(smem), for `x` in shared memory."""
+
+    def body(x, out, smem):
+        copies = Copies()
+        copies.tile(x, smem, width)
+        copies.wait()
+        store_registers(load(smem), plgpu.Layout.MMA_RHS(wide), out)
+
+    emulate(body, 1, x, out, plgpu.SMEM(x.shape, x.dtype, transforms=swizzle(x.dtype, width)))
+
+
 def numbers(dtype, *shape):
     """Finite numbers, as different as there are."""
     bits = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
@@ -50,14 +62,7 @@ def numbers(dtype, *shape):
 def test_keys(dtype, wide, columns):
     rows, first, width = 16, columns - 64, 64 if columns % 128 else 128
     x, out = numbers(dtype, rows, columns), np.zeros((4 * 2 * 2, WARPGROUP, 2), wide)
-
-    def body(x, out, smem):
-        copies = Copies()
-        copies.tile(x, smem, width)
-        copies.wait()
-        store_registers(narrow.keys(smem, first, 64, width, np.dtype(wide)), plgpu.Layout.MMA_RHS(wide), out)
-
-    emulate(body, 1, x, out, plgpu.SMEM((rows, columns), dtype, transforms=swizzle(dtype, width)))
+    emulate_operand(lambda smem: narrow.keys(smem, first, 64, width, np.dtype(wide)), x, width, wide, out)
     for number, (unit, tile, half) in enumerate(np.ndindex(4, 2, 2)):
         for i in range(2):
             column = first + 16 * unit + COLUMN[2 * (LANE % 4) + i + 8 * half]
@@ -69,14 +74,7 @@ def test_values(columns):
     dtype, wide, rows, first = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, 32, 16
     width = 64 if columns % 128 else 128
     x, out = numbers(dtype, rows, columns), np.zeros((columns // 8 * 2, WARPGROUP, 2), wide)
-
-    def body(x, out, smem):
-        copies = Copies()
-        copies.tile(x, smem, width)
-        copies.wait()
-        store_registers(narrow.values(smem, first, 16, width, np.dtype(wide)), plgpu.Layout.MMA_RHS(wide), out)
-
-    emulate(body, 1, x, out, plgpu.SMEM((rows, columns), dtype, transforms=swizzle(dtype, width)))
+    emulate_operand(lambda smem: narrow.values(smem, first, 16, width, np.dtype(wide)), x, width, wide, out)
     for number, (tile, half) in enumerate(np.ndindex(columns // 8, 2)):
         column = 16 * (tile // 2) + 2 * (LANE // 4) + tile % 2
         for i in range(2):

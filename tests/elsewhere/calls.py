@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_fa import scores
-from pallas_fa.backends.gpu import grouped_rows
+from pallas_fa.backends.gpu import grouped_rows, narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
@@ -67,7 +67,7 @@ def calls(gpu: Gpu) -> Iterator[Call]:
         if head_dim <= LARGEST_HEAD_DIM and head_dim != 96:  # which kernels by mma.sync pad to 128
             yield from _mma(gpu, head_dim, causal)
             yield from _mma_decode(gpu, head_dim, causal, jnp.bfloat16)
-            if tuple(map(int, gpu.compute_capability.split("."))) >= (8, 9):
+            if narrow_keys.converts(gpu):
                 yield from _mma_decode(gpu, head_dim, causal, jnp.float8_e4m3fn)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)

@@ -29,6 +29,12 @@ def applies(problem: Problem) -> bool:
     return problem.dims.T <= MOST_QUERIES and problem.dropout is None
 
 
+def taken_by_mma(problem: Problem) -> bool:
+    """Whether the kernel by `mma.sync` for few queries takes the call; not block masks, whose visits are lists."""
+    has_blocks = problem.mask is not None and problem.mask.has_blocks
+    return applies(problem) and not has_blocks and not getattr(problem.config, "forward", None)
+
+
 def group_of(problem: Problem) -> int:
     """How many query heads share a tile as its rows: all of a key head, or 1 where an array allows no such rows."""
     if problem.group == 1 or not grouped_rows.has_rows(problem):

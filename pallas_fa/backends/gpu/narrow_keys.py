@@ -28,17 +28,21 @@ def why_not_read(problem: Problem, gpu: Gpu) -> str | None:
         return f"{what} of a symbolic size; its kernels are made for sizes that are known"
     if problem.kv_dtype.name not in PTX_NAMES:
         return f"{what}; of 8 bits it reads {' and '.join(PTX_NAMES)}"
-    of_one_kind = re.fullmatch(r"(\d+)\.(\d+)", gpu.compute_capability)  # or those of GPUs that differ
-    if not of_one_kind or tuple(map(int, of_one_kind.groups())) < (8, 9):
+    if not converts(gpu):
         return f"{what} on a GPU of compute capability {gpu.compute_capability}; it reads them from 8.9 on"
     from pallas_fa.backends.gpu import few_queries  # which imports Pallas
 
-    has_blocks = problem.mask is not None and problem.mask.has_blocks
-    if not few_queries.applies(problem) or has_blocks or getattr(problem.config, "forward", None):
+    if not few_queries.taken_by_mma(problem):
         return f"{what}; only its kernel for at most {few_queries.MOST_QUERIES} queries reads them"
     if problem.H % UNIT or problem.Hv % UNIT:
         return f"{what} with head dims H={problem.H} and Hv={problem.Hv}; it reads multiples of {UNIT}"
     return None
+
+
+def converts(gpu: Gpu) -> bool:
+    """Whether a GPU has instructions that convert such numbers."""
+    of_one_kind = re.fullmatch(r"(\d+)\.(\d+)", gpu.compute_capability)  # or those of GPUs that differ
+    return of_one_kind is not None and tuple(map(int, of_one_kind.groups())) >= (8, 9)
 
 
 def widened(problem: Problem) -> Problem:
@@ -46,11 +50,14 @@ def widened(problem: Problem) -> Problem:
     return dataclasses.replace(problem, kv_dtype=problem.dtype) if problem.has_narrow_keys else problem
 
 
-def widened_operands(problem: Problem, operands: Operands) -> Operands:
-    """Returns the operands of `widened`: keys and values that are no `Paged`, converted."""
-    return operands._replace(k=operands.k.astype(problem.dtype), v=operands.v.astype(problem.dtype))
+def converted(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Returns `widened` with its operands, of which XLA converts keys and values; no `Paged` of 8 bits."""
+    if not problem.has_narrow_keys:
+        return problem, operands
+    k, v = (x.astype(problem.dtype) for x in (operands.k, operands.v))
+    return widened(problem), operands._replace(k=k, v=v)
 
 
-def remark(problem: Problem) -> str | None:
-    """Returns what is copied where keys of 8 bits are converted, in words; None of other keys."""
-    return f"converts keys and values to {problem.dtype} once" if problem.has_narrow_keys else None
+def remark(problem: Problem, kernels: Problem) -> str | None:
+    """Returns what is copied where kernels solve `kernels` in the place of `problem`, in words; None where nothing is."""
+    return f"converts keys and values to {kernels.kv_dtype} once" if kernels.kv_dtype != problem.kv_dtype else None

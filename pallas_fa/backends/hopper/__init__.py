@@ -32,8 +32,7 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         if is_left_to_mma(problem):
             return by_mma.forward(problem, operands)
-        if problem.has_narrow_keys:
-            operands, problem = narrow_keys.widened_operands(problem, operands), narrow_keys.widened(problem)
+        problem, operands = narrow_keys.converted(problem, operands)
         if problem.values_in_keys:
             from pallas_fa.backends.hopper.mla.mla import attention
 

@@ -61,7 +61,7 @@ def _remark(problem, kernels, gpu, has_backward):
     from pallas_fa.backends.hopper.forward import choose as forward
     from pallas_fa.backends.hopper.forward import split_heads
 
-    remarks = [narrow_keys.remark(problem), head_dims.remark(problem), products.remark(problem)]
+    remarks = [narrow_keys.remark(problem, kernels), head_dims.remark(problem), products.remark(problem)]
     if few_queries.applies(kernels):
         remarks.append(few_queries.remark(kernels, decode.choose(kernels, gpu).config.kv_splits))
     else:

@@ -18,13 +18,13 @@ def backend(gpu: Gpu, name: str) -> Backend:
     """Returns the record of the kernels for `gpu`. `implementation=None` leaves them out (`Support.only_named` says why)."""
 
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
-        from pallas_fa.backends.mma.decode.choose import applies
+        from pallas_fa.backends.gpu.few_queries import taken_by_mma
         from pallas_fa.backends.mma.decode.decode import decode
         from pallas_fa.backends.mma.forward.forward import forward
 
         if narrow_keys.why_not_read(problem, gpu):
-            operands, problem = narrow_keys.widened_operands(problem, operands), narrow_keys.widened(problem)
-        return (decode if applies(problem) else forward)(problem, operands, gpu)
+            problem, operands = narrow_keys.converted(problem, operands)
+        return (decode if taken_by_mma(problem) else forward)(problem, operands, gpu)
 
     def backward(problem: Problem, residuals: Residuals, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         from pallas_fa.backends.mma.backward.backward import backward

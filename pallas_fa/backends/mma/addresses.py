@@ -34,3 +34,8 @@ def as_global(pointer: Any) -> Any:
 def plus_bytes(pointer: Any, offset: Any) -> Any:
     """Returns a pointer so many bytes further."""
     return mgpu.utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
+
+
+def swizzled(offset: Any, width: int) -> Any:
+    """Returns where an offset in a piece of shared memory [8, width bytes] lies: 16 bytes of a row, XORed with the row."""
+    return arith.xori(offset, arith.andi(arith.shrui(offset, i32(3)), i32(width - 16)))

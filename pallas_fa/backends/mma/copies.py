@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_fa.backends.gpu.shared_memory import swizzle
-from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
+from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
 
 _VECTOR = 16  # bytes that a thread copies at once
 _SPLAT = plgpu.Layout.WG_SPLAT
@@ -184,8 +184,7 @@ def _for_vectors(gmem: Any, smem: Any, dtype: np.dtype, width: int, body: Callab
     thread = thread_index()
     row, vector = arith.divui(thread, i32(per_row)), arith.remui(thread, i32(per_row))
     byte = arith.muli(vector, i32(_VECTOR))
-    in_tile = arith.addi(arith.muli(arith.remui(row, i32(8)), i32(width)), byte)
-    in_tile = arith.xori(in_tile, arith.andi(arith.shrui(in_tile, i32(3)), i32(width - _VECTOR)))
+    in_tile = swizzled(arith.addi(arith.muli(arith.remui(row, i32(8)), i32(width)), byte), width)
     smem_start = arith.addi(arith.muli(arith.divui(row, i32(8)), i32(column_tiles * 8 * width)), in_tile)
     smem_start = plus_bytes(pointer_to(smem), smem_start)
     i64 = ir.IntegerType.get_signless(64)

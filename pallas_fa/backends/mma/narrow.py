@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES, UNIT
 from pallas_fa.backends.gpu.shared_memory import swizzle
-from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
+from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
 
 FOUR_COLUMNS = plgpu.Layout.TILED(  # as TILE, but for the columns: four threads have four each of 16
     mgpu.fragmented_array.Tiling(((64, 16), (16, 16), (8, 16), (4,), (2,))),
@@ -139,8 +139,7 @@ class _Matrices:
         lane = arith.andi(thread_index(), i32(31))
         bit = lambda i: arith.andi(arith.shrui(lane, i32(i)), i32(1))
         self.low, self.high = bit(3), bit(4)  # of the number of the matrix whose row this lane addresses
-        self.row = arith.muli(arith.andi(lane, i32(7)), i32(width))
-        self.swizzled = _swizzled(self.row, width)
+        self.row = swizzled(arith.muli(arith.andi(lane, i32(7)), i32(width)), width)
 
     def load(self, tile: int, unit: int, rows_first: bool) -> list[Any]:
         """Returns a register of each of four matrices.
@@ -150,8 +149,8 @@ class _Matrices:
         """
         of_tile, of_unit = (self.low, self.high) if rows_first else (self.high, self.low)
         piece, byte = divmod(unit * UNIT, self.width)
-        at = arith.xori(arith.xori(self.swizzled, arith.muli(of_unit, i32(UNIT))), i32(byte))
-        at = arith.addi(arith.addi(at, self.row), arith.muli(of_tile, i32(self.pieces * 8 * self.width)))
+        at = arith.xori(arith.xori(self.row, arith.muli(of_unit, i32(UNIT))), i32(byte))
+        at = arith.addi(at, arith.muli(of_tile, i32(self.pieces * 8 * self.width)))
         at = arith.addi(at, i32((tile * self.pieces + piece) * 8 * self.width))
         found = nvvm.ldmatrix(
             plus_bytes(self.start, at),
@@ -168,21 +167,14 @@ class _Row:
 
     def __init__(self, smem: Any, row: Any, width: int):
         self.width, pieces = width, ir.MemRefType(smem.type).shape[1]
-        row_of_piece = arith.muli(arith.remui(row, i32(8)), i32(width))
-        tile = arith.muli(arith.divui(row, i32(8)), i32(pieces * 8 * width))
-        self.start = plus_bytes(pointer_to(smem), arith.addi(tile, row_of_piece))
-        self.swizzled = _swizzled(row_of_piece, width)
+        self.row = swizzled(arith.muli(arith.remui(row, i32(8)), i32(width)), width)
+        self.start = plus_bytes(pointer_to(smem), arith.muli(arith.divui(row, i32(8)), i32(pieces * 8 * width)))
 
     def place(self, byte: Any) -> Any:
         """Returns a pointer to the 16 bytes at `byte` of the row."""
         piece, byte = arith.divui(byte, i32(self.width)), arith.remui(byte, i32(self.width))
-        at = arith.addi(arith.muli(piece, i32(8 * self.width)), arith.xori(byte, self.swizzled))
+        at = arith.addi(arith.muli(piece, i32(8 * self.width)), arith.xori(byte, self.row))
         return plus_bytes(self.start, at)
-
-
-def _swizzled(row_bytes, width):
-    """What the bytes in a row of a piece are XORed with; `row_bytes`: where the row starts in the piece."""
-    return arith.andi(arith.shrui(row_bytes, i32(3)), i32(width - 16))
 
 
 def _converted(register, source, dtype, interleaved=False):

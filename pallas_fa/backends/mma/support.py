@@ -31,10 +31,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     no_backward = no_gradients(problem) or why_no_backward(kernels, gpu)
     only_named = SLOWER_ON_HOPPER if gpu.compute_capability == "9.0" else NEVER_RUN
-    remark = _remark(problem, kernels, gpu, not no_backward)
-    if not_read:
-        remark = "; ".join(filter(None, (narrow_keys.remark(problem), remark)))
-    return Support(None, no_backward, remark, only_named)
+    return Support(None, no_backward, _remark(problem, kernels, gpu, not no_backward), only_named)
 
 
 def runs_on(gpu: Gpu) -> bool:
@@ -59,10 +56,10 @@ def _why_no_forward(problem, gpu):
 def _remark(problem, kernels, gpu, has_backward):
     from pallas_fa.backends.gpu import few_queries, head_parts
     from pallas_fa.backends.mma.backward.choose import plans
-    from pallas_fa.backends.mma.decode.choose import applies, choose
+    from pallas_fa.backends.mma.decode.choose import choose
 
-    remarks = [head_dims.remark(problem)]
-    if applies(kernels):
+    remarks = [narrow_keys.remark(problem, kernels), head_dims.remark(problem)]
+    if few_queries.taken_by_mma(kernels):
         remarks.append(few_queries.remark(kernels, choose(kernels, gpu).config.kv_splits))
     if has_backward:
         remarks.append(head_parts.remark(plans(kernels, gpu)))
@@ -72,14 +69,13 @@ def _remark(problem, kernels, gpu, has_backward):
 def _pages_reason(problem):
     if problem.pages is None:
         return None
-    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
-    from pallas_fa.backends.mma.decode.choose import applies
+    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES, taken_by_mma
 
     if problem.dims.T > MOST_QUERIES:
         return f"T={problem.dims.T} queries and keys in pages; it takes at most {MOST_QUERIES} then"
     if problem.mask is not None and problem.mask.has_blocks:
         return "a block mask and keys in pages"
-    if not applies(problem):
+    if not taken_by_mma(problem):
         return f"config={problem.config!r} and keys in pages; its kernel for them takes DecodeConfig"
     size = problem.pages.size
     return f"pages of {size} rows; it loads pages of a multiple of 8" if size % 8 else None
@@ -87,10 +83,9 @@ def _pages_reason(problem):
 
 def _rows_reason(problem):
     """Of few queries, whose functions are evaluated by rows."""
-    from pallas_fa.backends.gpu.few_queries import as_kernel_sees
-    from pallas_fa.backends.mma.decode.choose import applies
+    from pallas_fa.backends.gpu.few_queries import as_kernel_sees, taken_by_mma
 
-    rows = as_kernel_sees(problem) if applies(problem) else problem
+    rows = as_kernel_sees(problem) if taken_by_mma(problem) else problem
     return None if rows is problem else why_not_functions(rows)
 
 
@@ -105,13 +100,12 @@ def _config_reason(problem):
 
 
 def _decode_config_reason(problem):
-    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES
-    from pallas_fa.backends.mma.decode.choose import applies
+    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES, taken_by_mma
 
     tiles = problem.config.decode
     if tiles is None:
         return None
-    if applies(problem):
+    if taken_by_mma(problem):
         skewed = tiles.rows < 64 and any(map(diagonals.spans, jax.tree.leaves((problem.score, problem.mask))))
         return f"config={problem.config!r} with an array of diagonals, whose tiles have rows=64" if skewed else None
     if problem.dims.T > MOST_QUERIES:
@@ -121,6 +115,7 @@ def _decode_config_reason(problem):
 
 def _arrays_reason(problem, gpu):
     from pallas_fa.backends.gpu.arrays import KernelArrays
+    from pallas_fa.backends.gpu.few_queries import taken_by_mma
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
     from pallas_fa.backends.mma.decode import choose as decode
     from pallas_fa.backends.mma.decode import scratch as decode_scratch
@@ -130,7 +125,7 @@ def _arrays_reason(problem, gpu):
     arrays: Any = KernelArrays.of(problem.score, problem.mask, problem.dims)
     if reason := next((reason for reason in (array.why_not() for array in arrays) if reason), None):
         return reason
-    if decode.applies(problem):
+    if taken_by_mma(problem):
         needed = decode_scratch.on_gpu(decode.choose(problem, gpu))
     else:
         needed = forward_scratch.on_gpu(forward.choose(problem, gpu))

@@ -41,8 +41,7 @@ class Tiles:
     @property
     def padded_dim(self) -> int:
         """The head dim rounded up to whole pieces of rows; the columns past it are 0. The interpreter has no layouts."""
-        columns = self.width // self.dtype.itemsize
-        return self.dim if self.interpret else -(-self.dim // columns) * columns
+        return self.dim if self.interpret else columns(self.dim)
 
     def scratch(self, *lead: int, rows: int) -> Any:
         """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""

@@ -4,7 +4,7 @@ import functools
 
 from pallas_fa.backends.gpu import narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.few_queries import applies, group_of
+from pallas_fa.backends.gpu.few_queries import group_of, taken_by_mma
 from pallas_fa.backends.record import Backend
 from pallas_fa.problem import Problem
 
@@ -20,9 +20,7 @@ def faster_by_mma(problem: Problem, by_mma: Backend, gpu: Gpu) -> bool:
     """
     if problem.has_narrow_keys:  # which these alone read as they are
         return not narrow_keys.why_not_read(problem, gpu) and by_mma.supports(problem).forward is None
-    if problem.config is not None or problem.values_in_keys or not applies(problem):
-        return False
-    if problem.mask is not None and problem.mask.has_blocks:
+    if problem.config is not None or problem.values_in_keys or not taken_by_mma(problem):
         return False
     if problem.pages is not None and problem.pages.size < _LEAST_PAGE:
         return False

@@ -3,20 +3,14 @@
 import dataclasses
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.few_queries import applies as few
 from pallas_fa.backends.gpu.few_queries import as_kernel_sees, fastest_splits
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.mma.decode.key_parts import ROWS
 from pallas_fa.backends.mma.decode.plan import DecodePlan
 from pallas_fa.backends.mma.decode.scratch import on_gpu
 from pallas_fa.backends.mma.decode.table import DecodeFacts, decode_configs
+from pallas_fa.backends.mma.tiles import columns
 from pallas_fa.problem import Problem
-
-
-def applies(problem: Problem) -> bool:
-    """Whether the kernel for few queries takes the call; not block masks, whose visits are lists."""
-    has_blocks = problem.mask is not None and problem.mask.has_blocks
-    return few(problem) and not has_blocks and not (problem.config and problem.config.forward)
 
 
 def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> DecodePlan:
@@ -28,7 +22,7 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> DecodePlan:
     skewed = any(array.skewed for array in plan_of(None).arrays)  # whose tiles have 64 rows
     needed = ROWS if skewed else min(rows.dims.T, ROWS)
     heads = problem.dims.B * problem.K / gpu.multiprocessors
-    head_dim, kv_bits = -(-max(problem.H, problem.Hv) // 64) * 64, 8 if problem.has_narrow_keys else 16
+    head_dim, kv_bits = columns(max(problem.H, problem.Hv)), 8 if problem.has_narrow_keys else 16
     facts = DecodeFacts(needed, head_dim, gpu.shared_memory // 1024, heads, kv_bits)
     plans = [plan_of(tiles) for tiles in decode_configs(facts)]
     split = [
