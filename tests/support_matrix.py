@@ -100,7 +100,7 @@ FEATURES = {
     ),
     '`precision="highest"`': _always(precision="highest"),
     "keys in pages of 16, 32 or a multiple of 64 rows, T <= 16": _call_in_pages(T=1, page=64),
-    "the same, T > 16": _call_in_pages(T=64, page=64),
+    "the same, T > 16": _call_in_pages(T=100, page=64),
     "keys in pages of any other size": _call_in_pages(T=1, page=40),
     "dropout": _call(((2,), jnp.uint32), keywords=lambda x: {"dropout_rate": 0.1, "dropout_key": x}),
 }

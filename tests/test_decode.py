@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_fa import dot_product_attention, masks, scores
+from pallas_fa import dot_product_attention, explain, masks, scores
 from pallas_fa.backends.gpu import few_queries
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
@@ -54,13 +54,32 @@ CALLS = {
     "sinks": (1, {"sinks": RNG.standard_normal((B, N)).astype(np.float32), "key_value_seq_lengths": LENGTHS}),
     "lengths by head": (1, {"mask": masks.Lengths(None, RNG.integers(0, S, (B, N, 1, 1)).astype(np.int32))}),
 }  # fmt: skip
+# With more than few queries, whose heads are rows of a tile all the same.
+MORE = {
+    "20 queries": (20, {"mask": BOTTOM_RIGHT, "key_value_seq_lengths": LENGTHS}),
+    "17 queries, a window and sinks": (
+        17,
+        {"mask": BOTTOM_RIGHT & masks.Window(65, None, S - 17), "sinks": RNG.standard_normal(N).astype(np.float32)},
+    ),
+    "18 queries, a soft cap, some padded": (
+        18,
+        {"logits_soft_cap": 20.0, "query_seq_lengths": np.array([18, 5], np.int32)},
+    ),
+}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CALLS | MORE)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
-    T, keywords = CALLS[name]
+    T, keywords = (CALLS | MORE)[name]
     problem, operands = normalise(*inputs(T), **keywords)
-    assert few_queries.applies(problem)
+    assert few_queries.applies(problem) == (name in CALLS) and choose.applies(problem)
+    assert_right_and_free_of_races(problem, operands, decode)
+
+
+def test_interpreted_rows_of_two_warpgroups():
+    problem, operands = normalise(*inputs(20, N=16), mask=BOTTOM_RIGHT, key_value_seq_lengths=LENGTHS)
+    config = choose.choose(problem, Gpu.visible(), interpret=True).config
+    assert config.compute_wgs == 2 and config.kv_splits > 1
     assert_right_and_free_of_races(problem, operands, decode)
 
 
@@ -123,16 +142,44 @@ def test_tiles_that_split_keys_where_they_cannot_say_why(T, options, reason):
         dot_product_attention(*inputs(T), implementation="mosaic_gpu", config=config)
 
 
+@pytest.mark.parametrize(
+    ("T", "changed", "expected"),
+    [
+        (17, {}, True),
+        (32, {}, True),
+        (64, {}, True),  # 256 rows of a key head are 2 tiles of 128; those of its heads one by one are 4
+        (65, {}, False),  # 3 tiles, and 4
+        (17, {"S": 271}, False),
+        (17, {"K": 8}, False),
+        (17, {"dtype": "float32"}, False),
+        (17, {"config": Config(ForwardConfig(2))}, False),
+        (17, {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)}, False),
+        (17, {"key_value_seq_lengths": LENGTHS}, True),
+        (17, {"score": scores.SoftCap(20.0)}, True),
+        (17, {"score": scores.Alibi(np.ones(8, np.float32))}, False),
+        (17, {"bias": np.ones((17, 2000), np.float32)}, False),
+        (17, {"bias": np.ones((1, 2000), np.float32)}, True),
+    ],
+)
+def test_more_queries_share_tiles_where_these_are_fewer(T, changed, expected):
+    sizes = dict(S=2000, N=8, K=2)
+    sizes, dtype = {x: changed.pop(x, sizes[x]) for x in sizes}, changed.pop("dtype", "bfloat16")
+    problem, _ = normalise(*(x.astype(dtype) for x in inputs(T, **sizes)), **changed)
+    assert choose.applies(problem) == expected
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, dtype) for x in inputs(T, **sizes))
+    assert ("share a tile" in explain(q, k, v, **changed)) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128, 256])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CALLS | MORE)
 def test_the_compiled_kernel_is_accurate(name, H):
     is_accurate(name, H, "mosaic_gpu")
 
 
 def is_accurate(name, H, kernels):
     """At most twice the error of xla, and one rounding, against the same in float32; and the same twice."""
-    T, keywords = CALLS[name]
+    T, keywords = (CALLS | MORE)[name]
     q, k, v = inputs(T, H=H)
 
     def call(implementation, dtype):
@@ -151,7 +198,7 @@ def is_accurate(name, H, kernels):
             assert abs(got - want).max() <= 2 * abs(theirs - want).max() + 2.0**-8 * abs(want).max()
 
 
-@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("T", [1, 16, 32])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lowers(T, H):
     q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 8, 2, H, S=5000))

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from pallas_fa import cache, masks
+from pallas_fa import cache, masks, scores
 from pallas_fa.backends.hopper.config import Config
+from pallas_fa.backends.hopper.decode.choose import applies
 from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.backends.hopper.forward.forward import forward
 from pallas_fa.cache.attention import in_pages as checked
 from pallas_fa.problem import normalise
 from tests import cases
@@ -183,6 +185,23 @@ CALLS = {
     "128, soft cap and sinks": (128, "PSKH", 2, {"logits_soft_cap": 5.0, "sinks": np.arange(4, dtype=np.float32)}),
     "256, bias": (256, "KPSH", 1, {"bias": np.linspace(-1, 1, 4 * 1024, dtype=np.float32).reshape(4, 1, 1024)}),
 }
+PROMPTS = {
+    "16, a prompt": (16, "KPSH", 130, {"mask": BOTTOM_RIGHT}),
+    "32, a part of a prompt, all of the table": (32, "PSKH", 200, {"mask": BOTTOM_RIGHT, "logits_soft_cap": 5.0}),
+    "64, a prompt, window and sinks": (
+        64,
+        "PSKH",
+        150,
+        {"mask": BOTTOM_RIGHT & masks.Window(65, None, align="bottom_right"), "sinks": np.arange(4, dtype=np.float32)},
+    ),
+    "16, 20 queries": (16, "PSKH", 20, {"mask": BOTTOM_RIGHT}),
+    "192, a prompt, alibi": (
+        192,
+        "PSKH",
+        70,
+        {"mask": BOTTOM_RIGHT, "score": scores.Alibi(np.full(4, 0.1, np.float32))},
+    ),
+}
 
 
 def call_in_bfloat16(rng, page, layout, T, S, H=64):
@@ -192,21 +211,21 @@ def call_in_bfloat16(rng, page, layout, T, S, H=64):
     return (q, *in_pages(rng, np.asarray(k), np.asarray(v), lengths, page, layout), lengths), (q, k, v)
 
 
-@pytest.mark.parametrize(("name", "H"), [*((name, 64) for name in CALLS), ("16", 512)])
+@pytest.mark.parametrize(("name", "H"), [*((name, 64) for name in CALLS | PROMPTS), ("16", 512)])
 def test_interpreted_kernel_is_right_and_free_of_races(name, H, rng):
-    page, layout, T, keywords = CALLS[name]
-    S = 1024 if "bias" in keywords else -(-(2 * 64 + 16) // page) * page
+    page, layout, T, keywords = (CALLS | PROMPTS)[name]
+    S = 1024 if "bias" in keywords else -(-max(2 * 64 + 16, T if T > 64 else 16 * T) // page) * page
     (q, *pages, lengths), _ = call_in_bfloat16(rng, page, layout, T, S, H)
     key, value = checked(q, *pages, layout)
     problem, operands = normalise(q, key, value, key_value_seq_lengths=lengths, **keywords)
-    assert_right_and_free_of_races(problem, operands, decode)
+    assert_right_and_free_of_races(problem, operands, decode if applies(problem) else forward)
 
 
 @pytest.mark.parametrize("H", [64, 72, 256])
-@pytest.mark.parametrize("page", [16, 32, 64, 256])
-def test_lowers(page, H):
+@pytest.mark.parametrize(("page", "T"), [(16, 1), (32, 1), (64, 1), (256, 1), (16, 20), (16, 300), (192, 300)])
+def test_lowers(page, T, H):
     shape = jax.ShapeDtypeStruct
-    q, pages = shape((2, 1, 8, H), jnp.bfloat16), shape((40, page, 2, H), jnp.bfloat16)
+    q, pages = shape((2, T, 8, H), jnp.bfloat16), shape((40, page, 2, H), jnp.bfloat16)
     call = lambda *x: pallas_fa.paged_attention(*x, implementation="mosaic_gpu")
     assert kernels(call, q, pages, pages, shape((2, 16), jnp.int32), shape((2,), jnp.int32)) == 1
 
@@ -215,7 +234,7 @@ def test_lowers(page, H):
     "changed, message",
     [
         (dict(page=48), "pages of 48 rows; it loads pages of 16, 32 or a multiple of 64"),
-        (dict(T=17), "T=17 queries and keys in pages; it takes at most 16"),
+        (dict(T=200, page=48), "pages of 48 rows; it loads pages of 16, 32 or a multiple of 64"),
         (dict(H=60), "H=60 and Hv=60; it takes multiples of 8 of keys in pages"),
     ],
 )
@@ -239,15 +258,15 @@ def test_the_kernel_is_the_default_on_hopper():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [64, 128])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CALLS | PROMPTS)
 def test_the_compiled_kernel_reads_what_it_reads_of_one_piece(name, H, rng):
     # Hopper's kernels whatever the size of a page: small pages stay with them, and keys in one piece may not.
     reads_what_it_reads_of_one_piece(name, H, rng, "mosaic_gpu", config=Config())
 
 
 def reads_what_it_reads_of_one_piece(name, H, rng, kernels, config=None):
-    page, layout, T, keywords = CALLS[name]
-    (q, *pages, lengths), whole = call_in_bfloat16(rng, page, layout, T, 1024, H)
+    page, layout, T, keywords = (CALLS | PROMPTS)[name]
+    (q, *pages, lengths), whole = call_in_bfloat16(rng, page, layout, T, 1024 if 1024 % page == 0 else 960, H)
     options = dict(implementation=kernels, config=config, return_residual=True, **keywords)
     got = jax.jit(lambda *x: pallas_fa.paged_attention(*x, page_layout=layout, **options))(q, *pages, lengths)
     want = jax.jit(lambda *x: pallas_fa.dot_product_attention(*x, key_value_seq_lengths=lengths, **options))(*whole)

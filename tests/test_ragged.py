@@ -23,22 +23,23 @@ PAGE, N, K, H, TOKENS, SEQUENCES = 16, 4, 2, 16, 70, 7
 NOTHING = 99999  # in the places of sequences that are not there
 
 
-def arguments(rng, lengths, dtype=np.float32):
+def arguments(rng, lengths, dtype=np.float32, tokens=TOKENS, pages=40):
     """The positional arguments for sequences of (queries, keys), in a batch with room for more."""
     q_lens, kv_lens = np.full(SEQUENCES, NOTHING), np.full(SEQUENCES, NOTHING)
     for i, (queries, keys) in enumerate(lengths):
         q_lens[i], kv_lens[i] = queries, keys
-    table = np.full((SEQUENCES, 8), -1)
-    pages = iter(rng.permutation(40))
+    table = np.full((SEQUENCES, pages // 5), -1)
+    unused = iter(rng.permutation(pages))
     for row, (_, keys) in zip(table, lengths, strict=False):
         count = -(-keys // PAGE)
-        row[:count] = [next(pages) for _ in range(count)]
-    used = np.zeros((40, PAGE, 1, 1), bool)
+        row[:count] = [next(unused) for _ in range(count)]
+    used = np.zeros((pages, PAGE, 1, 1), bool)
     for row, (_, keys) in zip(table, lengths, strict=False):
         for s in range(keys):
             used[row[s // PAGE], s % PAGE] = True
-    kv = np.where(used, rng.standard_normal((40, PAGE, 2 * K, H)), np.nan)
-    q = rng.standard_normal((TOKENS, N, H))
+    kv = np.where(used, rng.standard_normal((pages, PAGE, 2 * K, H)), np.nan)
+    q = rng.standard_normal((tokens, N, H))
+    q[sum(queries for queries, _ in lengths) :] = np.nan  # tokens of no sequence
     ints = kv_lens, table, np.concatenate([[0], np.cumsum(q_lens)]), np.array([len(lengths)])
     return *(jnp.asarray(x, dtype) for x in (q, kv)), *(jnp.asarray(x, jnp.int32) for x in ints)
 
@@ -70,12 +71,24 @@ def dense(q, pages, table, keys, scale=1.0, window=NOTHING, cap=None, factor=1.0
     return factor * np.einsum("nts,snh->tnh", p / p.sum(axis=-1, keepdims=True), rows[:, :, 1])
 
 
-@pytest.mark.parametrize("name", BATCHES)
+# Of which some queries are in blocks of 128.
+LONG_BATCHES = {
+    "prompts": [(128, 128), (257, 260), (15, 15)],
+    "a prompt among others": [(1, 64), (1, 9), (400, 520), (1, 77), (3, 3)],
+    "one block": [(0, 0), (127, 127), (128, 300), (127, 400)],
+    "short prompts": [(100, 100)] * 4,
+    "all full": [(128, 300)] * 4,
+}
+
+
+@pytest.mark.parametrize("name", [*BATCHES, *LONG_BATCHES])
 def test_is_dense_attention_of_each_sequence(name, rng):
-    q, pages, _, table, *_ = given = arguments(rng, BATCHES[name])
+    long = dict(tokens=512, pages=180) if name in LONG_BATCHES else {}
+    batch = (BATCHES | LONG_BATCHES)[name]
+    q, pages, _, table, *_ = given = arguments(rng, batch, **long)
     got, modified = PLAIN(*given), WITH_EVERYTHING(*given)
     start = 0
-    for i, (queries, keys) in enumerate(BATCHES[name]):
+    for i, (queries, keys) in enumerate(batch):
         own = slice(start, start + queries)
         np.testing.assert_allclose(got[own], dense(q[own], pages, table[i], keys), atol=1e-5)
         want = dense(q[own], pages, table[i], keys, scale=0.125, window=7, cap=3.0, factor=2.0)
@@ -111,7 +124,7 @@ def test_scales_keep_their_digits_and_range(dtype, rng):
     assert jnp.isfinite(attend(q / 2**9, pages / 2**9, *rest, sm_scale=large, k_scale=large)).all()
 
 
-@pytest.mark.parametrize("size", [1, 64])
+@pytest.mark.parametrize("size", [1, 64, 200])
 def test_blocks_of_any_size(size, rng):
     given = arguments(rng, BATCHES["both"])
     options = dict(num_queries_per_block=size, mask_value=-1e30, vmem_limit_bytes=1)
@@ -128,6 +141,9 @@ def test_keys_and_values_are_not_copied():
     assert analysis.temp_size_in_bytes < 2 * pages.size / 4
     on_gpu = lambda *x: ragged_paged_attention(*x, implementation="mosaic_gpu")
     assert kernels(on_gpu, *given, *rest) == 1
+    assert kernels(on_gpu, shape((200, 32, 128), jnp.bfloat16), *given[1:], *rest) == 2  # long blocks, and short ones
+    narrow = shape(pages.shape, jnp.float8_e4m3fn)
+    assert kernels(on_gpu, shape((200, 32, 128), jnp.bfloat16), narrow, *given[2:], *rest) == 1
 
 
 @pytest.mark.parametrize("decode", [decode, decode_by_mma])

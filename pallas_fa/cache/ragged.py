@@ -2,25 +2,27 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_fa import masks
+from pallas_fa import attention, masks
 from pallas_fa.arguments.arrays import float_array
 from pallas_fa.arguments.shapes import dtypes_fit
-from pallas_fa.attention import attend
+from pallas_fa.backends.choice import choose
 from pallas_fa.cache import scales
+from pallas_fa.cache.ragged_blocks import Blocks, Sequences
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
 from pallas_fa.operands.pytree import as_count, is_array, is_finite, is_static_number
+from pallas_fa.problem import normalise
 from pallas_fa.scores.soft_cap import check_cap
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
-_BLOCK = 16  # queries: as many as the kernel for few queries takes
+_BLOCK = 16  # queries: as many as the kernels for few queries take
+_LONG_BLOCK = 128  # of prompts, whose keys are then read less often
 
 
 def ragged_paged_attention(
@@ -45,8 +47,8 @@ def ragged_paged_attention(
     """Causal attention of the queries of many sequences, one behind the other, to keys and values in pages.
 
     The signature of `ragged_paged_attention` in `jax.experimental.pallas.ops.tpu`, for prefill and decoding in one call.
-    The last query of a sequence sees its last key. The queries of a sequence are cut into blocks of
-    `num_queries_per_block`, each an entry of a batch for `paged_attention`.
+    The last query of a sequence sees its last key. The queries of a sequence are cut into blocks, each an entry of a
+    batch for `paged_attention`.
 
     Shapes: N query heads, K key/value heads (N % K == 0), H head dim, P pages of `page` rows.
 
@@ -65,8 +67,8 @@ def ragged_paged_attention(
       k_scale: factor of all keys, and `v_scale` of all values. It multiplies the output in float32; where `q` has 16 bits,
         the output is rounded to these before and after.
       num_kv_pages_per_block: no effect, like `vmem_limit_bytes`. They tune the TPU's kernel.
-      num_queries_per_block: queries of a block, 16 unless given; the kernel takes no more. Longer blocks read the keys of
-        long prompts less often, and waste more on sequences with few queries.
+      num_queries_per_block: queries of a block. Unless it is given: 128 as long as a sequence has as many, which reads the
+        keys of a prompt once for each 128 queries, then 16. Only 16 where the kernel takes no more, as with 8-bit pages.
       implementation: as in `pallas_fa.paged_attention`.
 
     Returns:
@@ -84,7 +86,7 @@ def ragged_paged_attention(
     _check(queries, pages, lengths, table, starts, count)
     _check_values(queries.shape[0], lengths, starts, count)
     lengths, table, starts, count = map(as_int32, integers)
-    size = _count("num_queries_per_block", _BLOCK if num_queries_per_block is None else num_queries_per_block)
+    size = None if num_queries_per_block is None else _count("num_queries_per_block", num_queries_per_block)
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
@@ -94,49 +96,47 @@ def ragged_paged_attention(
     soft_cap = None if soft_cap is None else check_cap("soft_cap", soft_cap, "Use None")
     if not queries.shape[0]:
         return queries
-    attend_blocks = functools.partial(
-        attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
-    )
+    known = dict(mask=mask, scale=scale, logits_soft_cap=soft_cap)
 
     @keeping_shardings
     def run(queries, pages, lengths, table, starts, count):
-        blocks = _blocks(queries.shape[0], size, lengths, starts, count[0])
-        keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
-        row = jnp.arange(size, dtype=jnp.int32)[None]
-        token = blocks.first[:, None] + row
-        of_blocks = jnp.take(queries, token, axis=0, mode="clip")
-        known = dict(query_seq_lengths=blocks.queries, key_value_seq_lengths=blocks.keys)
-        out, _ = attend_blocks(of_blocks, keys, values, **known)
-        token = jnp.where(row < blocks.queries[:, None], token, queries.shape[0])
-        return jnp.zeros_like(queries).at[token].set(out, mode="drop")
+        sequences = Sequences.of(lengths, starts, count[0])
+        problem_of = functools.partial(_problem_of, queries, pages, table, **known)
+        out = jnp.zeros_like(queries)
+        for blocks in _cut(queries.shape[0], sequences, size, problem_of, implementation):
+            of_blocks, _ = attention.run(*problem_of(blocks), implementation)
+            rows = jnp.take(of_blocks.reshape(-1, *queries.shape[1:]), blocks.row, axis=0, mode="clip")
+            out = jnp.where((blocks.row >= 0)[:, None, None], rows, out)
+        return out
 
     out = run(queries, pages, lengths, table, starts, count)
     return scales.times(out, of_values)
 
 
-class _Blocks(NamedTuple):
-    """Of each block: its sequence, its first token, how many queries it has, and how many keys its last query sees."""
+def _cut(tokens, sequences, size, problem_of, implementation):
+    """Returns blocks that have all queries.
 
-    sequence: Any
-    first: Any
-    queries: Any
-    keys: Any
-
-
-def _blocks(tokens, size, kv_lens, starts, num_seqs):
-    """Cuts the queries of each sequence into blocks; those that no sequence needs have no queries."""
-    sequences = kv_lens.shape[0]
-    lengths = jnp.where(jnp.arange(sequences, dtype=jnp.int32) < num_seqs, jnp.maximum(starts[1:] - starts[:-1], 0), 0)
-    ends = jnp.cumsum(-(-lengths // size), dtype=jnp.int32)
-    most = tokens // size + sequences
+    Those of `size`; if it is None, long ones and the rest in short ones, where what runs these takes long ones, too.
+    """
+    count = sequences.queries.shape[0]
+    most = tokens // (size or _BLOCK) + count
     most = min(tokens, most) if isinstance(most, int) else most  # symbolic sizes do not compare
-    number = jnp.arange(most, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), sequences - 1)
-    before = jnp.where(sequence > 0, ends[sequence - 1], 0)
-    done = (number - before) * size
-    queries = jnp.where(number < ends[-1], jnp.clip(lengths[sequence] - done, 0, size), 0)
-    keys = kv_lens[sequence] - (lengths[sequence] - done - queries)
-    return _Blocks(sequence, starts[sequence] + done, queries, keys)
+    blocks = Blocks.of(sequences, size or _BLOCK, tokens, most)
+    if size is not None or not isinstance(tokens, int) or tokens < _LONG_BLOCK:
+        return (blocks,)
+    long, rest = sequences.cut(_LONG_BLOCK)
+    long = Blocks.of(long, _LONG_BLOCK, tokens, tokens // _LONG_BLOCK)
+    backend = choose(problem_of(blocks)[0], implementation).backend
+    if backend.supports(problem_of(long)[0]).forward is not None:
+        return (blocks,)
+    return long, Blocks.of(rest, _BLOCK, tokens, min(most, count * (_LONG_BLOCK // _BLOCK)))
+
+
+def _problem_of(queries, pages, table, blocks, **known):
+    """Returns the problem whose batch entries are `blocks`, and its operands."""
+    keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
+    of_blocks = jnp.take(queries, blocks.tokens, axis=0, mode="clip")
+    return normalise(of_blocks, keys, values, key_value_seq_lengths=blocks.keys, **known)
 
 
 def _check(q, pages, lengths, table, starts, count):

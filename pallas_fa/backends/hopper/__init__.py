@@ -37,7 +37,7 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
             from pallas_fa.backends.hopper.mla.mla import attention
 
             return attention(problem, operands, gpu)
-        from pallas_fa.backends.gpu.few_queries import applies
+        from pallas_fa.backends.hopper.decode.choose import applies
         from pallas_fa.backends.hopper.decode.decode import decode
         from pallas_fa.backends.hopper.forward.forward import forward
 

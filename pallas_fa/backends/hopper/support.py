@@ -62,7 +62,7 @@ def _remark(problem, kernels, gpu, has_backward):
     from pallas_fa.backends.hopper.forward import split_heads
 
     remarks = [narrow_keys.remark(problem, kernels), head_dims.remark(problem), products.remark(problem)]
-    if few_queries.applies(kernels):
+    if decode.applies(kernels):
         remarks.append(few_queries.remark(kernels, decode.choose(kernels, gpu).config.kv_splits))
     else:
         remarks.append(split_heads.remark(forward.choose(kernels, gpu)))
@@ -76,28 +76,27 @@ def _why_no_forward(problem, gpu):
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
     return (
-        _pages_reason(problem, gpu)
-        or _config_reason(problem)
+        _config_reason(problem)
         or why_not_functions(problem)
         or _rows_reason(problem)
         or _arrays_reason(problem, gpu)
+        or _pages_reason(problem, gpu)
     )
 
 
 def _pages_reason(problem, gpu):
     if problem.pages is None:
         return None
-    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES, applies
     from pallas_fa.backends.hopper import pages
-    from pallas_fa.backends.hopper.decode.choose import choose
+    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.hopper.forward import choose as forward
 
     if products.parts_of(problem) > 1:
         return f"{problem.dtype} keys in pages, which would be split into parts"
-    if not applies(problem):
-        return f"T={problem.dims.T} queries and keys in pages; it takes at most {MOST_QUERIES} then"
     if problem.mask is not None and problem.mask.has_blocks:
         return "a block mask and keys in pages"
-    return pages.why_not(problem.pages, choose(problem, gpu).config.block_kv)
+    plan = (decode if decode.applies(problem) else forward).choose(problem, gpu)
+    return pages.why_not(problem.pages, plan.config.block_kv)
 
 
 def _config_reason(problem):
@@ -125,7 +124,8 @@ def _config_reason(problem):
 
 def _rows_reason(problem):
     """Of few queries, whose functions are evaluated by rows."""
-    from pallas_fa.backends.gpu.few_queries import applies, as_kernel_sees
+    from pallas_fa.backends.gpu.few_queries import as_kernel_sees
+    from pallas_fa.backends.hopper.decode.choose import applies
 
     rows = as_kernel_sees(problem) if applies(problem) else problem
     return None if rows is problem else why_not_functions(rows)
@@ -137,7 +137,6 @@ def _arrays_reason(problem, gpu):
     if not leaves and problem.config is None:
         return None
     from pallas_fa.backends.gpu.arrays import KernelArrays
-    from pallas_fa.backends.gpu.few_queries import applies
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
     from pallas_fa.backends.hopper.decode import choose as decode
     from pallas_fa.backends.hopper.forward import choose as forward
@@ -146,7 +145,7 @@ def _arrays_reason(problem, gpu):
     reasons = (array.why_not() for array in KernelArrays.of(problem.score, problem.mask, problem.dims))
     if reason := next((reason for reason in reasons if reason), None):
         return reason
-    needed = on_gpu((decode if applies(problem) else forward).choose(problem, gpu))
+    needed = on_gpu((decode if decode.applies(problem) else forward).choose(problem, gpu))
     if fits(needed, gpu):
         return None
     return (

@@ -1,17 +1,52 @@
-"""The choice of tiles, and of the parts of the keys, where there are few queries."""
+"""The choice of tiles, and of the parts of the keys, where the query heads of a key head are rows of a tile."""
 
 import dataclasses
+import functools
 
+import jax
+
+from pallas_fa.backends.gpu import few_queries
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.few_queries import as_kernel_sees, fastest_splits
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
+from pallas_fa.backends.gpu.support import why_not_functions
+from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
 from pallas_fa.problem import Problem
 
-# Evidence: decode/kv-splits.
+# Of one warpgroup, for up to 64 rows, and of two where they fit (evidence: decode/kv-splits, decode/more-queries).
 _TILES = tuple(ForwardConfig(1, 64, stages, pin_softmax=False) for stages in (3, 2, 1))
+_TILES_OF_MORE = (
+    *(ForwardConfig(2, keys, pin_softmax=False, ping_pong=True, rescale_under_qk=True) for keys in (128, 64)),
+    *_TILES,
+)
+_LONGEST_BLOCK = 128
+_KEYS_PER_QUERY = 16  # or more, beside which the order of queries and output is soon changed
+_FEWER = 0.5
+
+
+@functools.lru_cache(maxsize=256)
+def applies(problem: Problem) -> bool:
+    """Whether rows of a tile are queries of all heads of a key head: few queries, and more where that takes fewer tiles.
+
+    More than few not with tiles that the call names, which are those of the forward, nor with arrays that tell heads or
+    queries apart, which would be copied.
+    """
+    if few_queries.applies(problem):
+        return True
+    dims, group = problem.dims, problem.group
+    if dims.is_symbolic or problem.dropout is not None or problem.config is not None or group == 1:
+        return False
+    alone, shared = (-(-T // _LONGEST_BLOCK) * heads for T, heads in ((dims.T, group), (dims.T * group, 1)))
+    if dims.S < _KEYS_PER_QUERY * dims.T or shared > _FEWER * alone or products.parts_of(problem) > 1:
+        return False
+    leaves = jax.tree.leaves((problem.score, problem.mask))
+    is_blocked = problem.mask is not None and problem.mask.has_blocks
+    if is_blocked or any(len(x.shape) != 4 or x.shape[1:3] != (1, 1) for x in leaves):
+        return False
+    return few_queries.group_of(problem) > 1 and why_not_functions(as_kernel_sees(problem)) is None
 
 
 def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
@@ -21,7 +56,10 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     plan_of = lambda tiles: ForwardPlan(rows, tiles, interpret, rows_first=rows is not problem)
     if named:
         return plan_of(named)
-    plans = [plan_of(tiles) for tiles in _TILES]
+    tiles = _TILES if rows.dims.T <= 64 or few_queries.applies(problem) else _TILES_OF_MORE
+    if problem.pages is not None:
+        tiles = [x for x in tiles if pages.why_not(problem.pages, x.block_kv) is None] or tiles
+    plans = [plan_of(x) for x in tiles]
     split = [
         dataclasses.replace(p, config=dataclasses.replace(p.config, kv_splits=fastest_splits(p, gpu))) for p in plans
     ]

@@ -7,7 +7,7 @@ from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.schedule import is_windowed
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
-from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper import pages, products
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
@@ -22,6 +22,8 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
+    if problem.pages is not None:
+        configs = [x for x in configs if pages.why_not(problem.pages, x.block_kv) is None] or configs
     plan = first_that_fits([_plan(problem, config, interpret) for config in configs], on_gpu, gpu)
     return plan if named else with_split_heads(plan, gpu)
 

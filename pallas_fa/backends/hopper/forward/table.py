@@ -61,8 +61,9 @@ _FEW_KEYS_64: dict[str, Any] = dict(**_H64, **_FEW_KEYS, length=at_least(513))
 _FEW_KEYS_128: dict[str, Any] = dict(**_H128, **_FEW_KEYS, length=at_least(2048))
 # Masks with arrays, but no segments or blocks.
 _SAME_KEYS: dict[str, Any] = dict(**_H128, uniform=True, visit_table=True, packed=False)
-_LONG_ARRAYS: dict[str, Any] = dict(**_H128, length=at_least(2049), visit_table=True, packed=False)
+_LONG_ARRAYS: dict[str, Any] = dict(**_H128, keys=at_least(2049), visit_table=True, packed=False)
 _LATE: dict[str, Any] = dict(ping_pong=True, rescale_under_qk=True)
+_LATE_OF_64: dict[str, Any] = dict(pin_softmax=False, l2_head_group=16, **_LATE)
 _SHORT_WINDOW_64: dict[str, Any] = dict(**_H64, window=Span(1, 512), split=False)
 _SHORT_WINDOW_128: dict[str, Any] = dict(**_H128, window=Span(1, 256), split=False)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
@@ -130,20 +131,18 @@ TILES = Table(
         length=up_to(512),
         keys=up_to(512),
     ),
+    *(  # three warpgroups have 192 queries
+        Row((ForwardConfig(2, **_LATE_OF_64), *_SMALL), "forward/prompts", **_H64, length=length)
+        for length in (up_to(128), Span(193, 256))
+    ),
     Row(
-        (
-            ForwardConfig(3, pin_softmax=False, l2_head_group=16, **_LATE),
-            ForwardConfig(2, ping_pong=True),
-            *_SMALL,
-        ),
-        "forward/lagging-maximum",
-        **_H64,
+        (ForwardConfig(3, **_LATE_OF_64), ForwardConfig(2, ping_pong=True), *_SMALL), "forward/lagging-maximum", **_H64
     ),
     Row(_two_warpgroups(**_LATE), "forward/lagging-maximum", **_H128, uniform=True, visit_table=False),
     Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/lagging-maximum", **_H128, visit_table=False),
     Row(_two_warpgroups(**_LATE, l2_head_group=1), "forward/visit-lists", **_H128, blocks=True),
     Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/arrays-of-masks", **_SAME_KEYS),
-    Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/arrays-of-masks", **_LONG_ARRAYS),
+    Row(_two_warpgroups(pin_softmax=False, **_LATE), "forward/prompts", **_LONG_ARRAYS),
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
     Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),
@@ -186,7 +185,7 @@ PAIRS = Table(
     Row((0,), **_H64),
     Row((0,), "forward/output-over-queries", **_H192_ALONE),  # pairs leave no room for key blocks of 128
     Row((0,), "forward/arrays-of-masks", **_SAME_KEYS),
-    Row((0,), "forward/arrays-of-masks", **_LONG_ARRAYS),
+    Row((0,), "forward/prompts", **_LONG_ARRAYS),
     Row((4, 2, 1, 0), **_H192, visit_table=True),
     Row((1, 0), **_H192, uniform=True, length=up_to(8192)),
     Row((2, 1, 0), **_H128, uniform=False, windowed=True, length=up_to(2048)),
