@@ -48,8 +48,9 @@ class Step:
 
     @property
     def flops(self) -> int:
-        """Of both matmuls."""
-        return 2 * self.B * self.T * self.N * self.keys * (self.H + (self.Hv or self.H))
+        """Of both matmuls, of the keys that each query sees; windows are taken to be whole."""
+        hidden = 0 if self.window else self.T * (self.T - 1) // 2
+        return 2 * self.B * self.N * (self.T * self.keys - hidden) * (self.H + (self.Hv or self.H))
 
 
 STEPS = {
@@ -68,10 +69,16 @@ STEPS = {
     "mha-b8-s4k": Step(8, 4096, N=16, K=16),
     "mla-b64-s8k": Step(64, 8192, N=128, K=1, H=576, Hv=512),
     "mla-b4-s8k": Step(4, 8192, N=128, K=1, H=576, Hv=512),
+    "t32-b64-s8k": Step(64, 8192, T=32),
+    "t64-b8-s32k": Step(8, 32768, T=64),
+    "prompt-512-b4-s8k": Step(4, 8192, T=512),
+    "cache-prompt-512-b4-s8k": Step(4, 8192, T=512, length=8192),
+    "cache-prompt-128-b1-s32k": Step(1, 32768, T=128, length=32768),
     "cache-b32-s4k": Step(32, 4096, length=4096),
     "cache-b8-s32k": Step(8, 32768, length=32768),
 }
-PAGES = {"cache-b32-s4k": (16, 32, 64, 128, 256), "cache-b8-s32k": (16, 32, 64, 128, 256)}
+PAGES = dict.fromkeys(("cache-b32-s4k", "cache-b8-s32k"), (16, 32, 64, 128, 256))
+PAGES |= dict.fromkeys(("cache-prompt-512-b4-s8k", "cache-prompt-128-b1-s32k"), (16, 64, 256))
 
 
 Attend = Callable[..., Any]  # (q, k, v, lengths) -> out; lengths are None where all keys are real

@@ -5,6 +5,7 @@ the picture. Each peer has its speed and the ratio of ours to it; where ours is 
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.markdown import heading, slower, table
 from benchmarks.rows import Row, has_time
 
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+_MOST_OF_A_STEP = 16  # queries, past which matmuls and not the memory take the time
 _DIRECTIONS = {
     "forward": "Forward",
     "backward": "Backward (the pullback alone, 2.5 times the forward's operations)",
@@ -52,6 +54,7 @@ def _part(path: Path, found: Sequence[Row]) -> str:
         "scaling": distributed.tables,
         "decode": _decode,
         "generation": _generation,
+        "ragged": _ragged,
         "compiled": compiled_report.tables,
     }
     body = _training if suite.startswith("training") else bodies.get(suite, _attention)
@@ -92,7 +95,8 @@ def _decode(found: Sequence[Row]) -> list[str]:
         rows = list(each.values())
         alike.setdefault((rows[0]["run"], *each), []).extend(rows)
     said = (
-        "One step of decoding, us, and its bytes of keys and values a second, of 4.8 TB/s (TFLOP/s, of latent attention)."
+        "One step of decoding, us, and its bytes of keys and values a second, of 4.8 TB/s (TFLOP/s, of latent"
+        f" attention and of more than {_MOST_OF_A_STEP} queries)."
         " Columns without a library are ours, too: the same cache in pages, or in 8 bits."
     )
     return [said, *(part for rows in alike.values() for part in _decode_run(rows))]
@@ -116,7 +120,8 @@ def _decode_step(row: Row | None, ours: Row) -> str:
     if row is None or not has_time(row):
         return labels.reason(row["error"] if row else None)
     ratio = row["p50_ms"] / ours["p50_ms"]
-    part = f"{row['tflops_per_s']:.0f}" if row.get("Hv") else f"{row['of_memory']:.0%}"
+    is_computing = row.get("Hv") or row["T"] > _MOST_OF_A_STEP
+    part = f"{row['tflops_per_s']:.0f}" if is_computing else f"{row['of_memory']:.0%}"
     text = f"{row['p50_ms'] * 1e3:.1f} ({part})"
     text = text if row is ours else f"{text} ({ratio:.2f}x)"
     return slower(text, ratio) if ":" in row["implementation"] and row is not ours else text
@@ -141,6 +146,26 @@ def _generated(row: Row | None, ours: Row | None) -> str:
     if row is None or not has_time(row):
         return labels.reason(row["error"] if row else None)
     return _against(f"{row['tokens_per_s']:,.0f}, {row['p50_ms']:.2f} ms", ours, row)
+
+
+def _ragged(found: Sequence[Row]) -> list[str]:
+    """A table of times, and of TFLOP/s."""
+    names, lines = _names(found), []
+    for each in _by(found, "workload"):
+        one = next(iter(each.values()))
+        alike = [f"{len(list(same))} of {T}, {S}" for (T, S), same in itertools.groupby(one["sequences"])]
+        lines.append(["; ".join(alike), one["tokens"], *(_batch(each.get(name), each.get(names[0])) for name in names)])
+    heads = " ".join(f"{name}={found[0][name]}" for name in ("N", "K", "H", "page"))
+    said = (
+        f"One call of `ragged_paged_attention`, us (TFLOP/s); {heads}. The second column is ours with shorter blocks.\n"
+    )
+    return [said, table(["sequences: how many of how many queries and keys", "room for tokens", *names], lines)]
+
+
+def _batch(row: Row | None, ours: Row | None) -> str:
+    if row is None or not has_time(row):
+        return labels.reason(row["error"] if row else None)
+    return _against(f"{row['p50_ms'] * 1e3:,.1f} ({row['tflops_per_s']:.0f})", ours, row)
 
 
 def _names(found: Sequence[Row]) -> list[str]:

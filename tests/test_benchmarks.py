@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_fa
-from benchmarks import cudnn, decode, flash_attn3, measure, processes, rows, run, tune
+from benchmarks import cudnn, decode, flash_attn3, measure, processes, ragged, rows, run, tune
 from benchmarks.decode_steps import Step, attend
 from benchmarks.implementations import parse
 from benchmarks.suites import suites
@@ -359,6 +359,18 @@ def test_decoding_steps_are_attention(name, monkeypatch):
     fn = attend(parse("pallas_fa:xla"), step)
     assert decode.error_of(jax.jit(fn), step, q, *cache) < 1e-2
     assert jax.eval_shape(decode.chained(fn, 2), q, [cache]).shape == q.shape
+
+
+def test_calls_of_ragged_batches_are_attention():
+    batch = ragged.Batch(((3, 20), (130, 140), (1, 50)), 140, N=4, K=2, H=16)
+    q, pages, _, table, *_ = given = batch.arguments()
+    fn = ragged.call(batch, implementation="xla")
+    out = jax.jit(fn)(*given)
+    for last in (1, 2, 3):  # the sequences up to each, whose last one is looked at
+        some = dataclasses.replace(batch, sequences=batch.sequences[:last])
+        assert ragged.error_of(some, out, q, pages, table[:last]) < 1e-2
+    np.testing.assert_array_equal(ragged.repeated(fn, 1)(*given), out)
+    assert batch.flops == 4 * 4 * 16 * sum(S - t for T, S in batch.sequences for t in range(T))
 
 
 def test_what_decoding_steps_read_and_compute():

@@ -14,7 +14,9 @@ from pallas_fa.backends.mma import config as mma
 KEPT = row_file.kept()
 REMEDY = "run `make results`"
 ATTENTION = [
-    path for path in KEPT if not path.stem.startswith(("training", "scaling", "decode", "generation", "compiled"))
+    path
+    for path in KEPT
+    if not path.stem.startswith(("training", "scaling", "decode", "generation", "compiled", "ragged"))
 ]
 
 
