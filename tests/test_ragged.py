@@ -97,6 +97,20 @@ def test_is_dense_attention_of_each_sequence(name, rng):
     assert got.shape == q.shape and not got[start:].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*BATCHES, *LONG_BATCHES])
+def test_compiled_kernels_are_accurate(name, rng):
+    batch = (BATCHES | LONG_BATCHES)[name]
+    q, pages, _, table, *_ = given = arguments(rng, batch, jnp.bfloat16, tokens=512, pages=180)
+    got = jax.jit(functools.partial(ragged_paged_attention, implementation="mosaic_gpu"))(*given)
+    start = 0
+    for i, (queries, keys) in enumerate(batch):
+        own = slice(start, start + queries)
+        np.testing.assert_allclose(np.asarray(got[own], np.float64), dense(q[own], pages, table[i], keys), atol=3e-2)
+        start += queries
+    assert not got[start:].any()
+
+
 def test_is_what_jax_defines(rng):
     given = arguments(rng, BATCHES["both"])
     without_nan = jnp.nan_to_num(given[1])  # which that definition reads
