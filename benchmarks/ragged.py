@@ -51,19 +51,15 @@ class Batch:
         """Of both matmuls, of the keys that each query sees."""
         return sum(4 * self.N * self.H * (T * S - T * (T - 1) // 2) for T, S in self.sequences)
 
-    @property
-    def pages(self) -> int:
-        """Of the longest sequence: the width of the page table."""
-        return max(-(-S // self.page) for _, S in self.sequences)
-
     def arguments(self) -> tuple[Any, ...]:
         """The positional arguments, random normal."""
-        count, queries = len(self.sequences), [T for T, _ in self.sequences]
-        total = count * self.pages
+        queries, keys = zip(*self.sequences, strict=True)
+        pages = [-(-S // self.page) for S in keys]
+        table = np.full((len(pages), max(pages)), -1)
+        table[np.arange(max(pages)) < np.array(pages)[:, None]] = np.random.default_rng(0).permutation(sum(pages))
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        table = np.random.default_rng(0).permutation(total).reshape(count, -1)
-        ints = [S for _, S in self.sequences], table, np.cumsum([0, *queries]), [count]
-        arrays = draw(0, self.tokens, self.N, self.H), draw(1, total, self.page, 2 * self.K, self.H)
+        arrays = draw(0, self.tokens, self.N, self.H), draw(1, sum(pages), self.page, 2 * self.K, self.H)
+        ints = keys, table, np.cumsum([0, *queries]), [len(keys)]
         return *arrays, *(jnp.asarray(x, jnp.int32) for x in ints)
 
 
@@ -86,7 +82,7 @@ def error_of(batch: Batch, out: Any, q: Any, pages: Any, table: Any) -> float:
     """Returns the largest error of the last sequence's last queries over the largest element of the definition's result."""
     T, S = batch.sequences[-1]
     end, few = sum(T for T, _ in batch.sequences), min(T, 64)
-    rows = pages[table[-1]].reshape(-1, batch.K, 2, batch.H)[:S].astype(jnp.float32)
+    rows = pages[table[-1, : -(-S // batch.page)]].reshape(-1, batch.K, 2, batch.H)[:S].astype(jnp.float32)
     mask = pallas_fa.masks.Causal(align="bottom_right")
     own = q[end - few : end].astype(jnp.float32)
     truth = pallas_fa.dot_product_attention(own, rows[:, :, 0], rows[:, :, 1], mask=mask, implementation="reference")
