@@ -77,8 +77,12 @@ STEPS = {
     "cache-b32-s4k": Step(32, 4096, length=4096),
     "cache-b8-s32k": Step(8, 32768, length=32768),
 }
-PAGES = dict.fromkeys(("cache-b32-s4k", "cache-b8-s32k"), (16, 32, 64, 128, 256))
-PAGES |= dict.fromkeys(("cache-prompt-512-b4-s8k", "cache-prompt-128-b1-s32k"), (16, 64, 256))
+PAGES: dict[str, tuple[int, ...]] = {
+    "cache-prompt-512-b4-s8k": (16, 64, 256),
+    "cache-prompt-128-b1-s32k": (16, 64, 256),
+    "cache-b32-s4k": (16, 32, 64, 128, 256),
+    "cache-b8-s32k": (16, 32, 64, 128, 256),
+}
 
 
 Attend = Callable[..., Any]  # (q, k, v, lengths) -> out; lengths are None where all keys are real

@@ -154,7 +154,9 @@ def _ragged(found: Sequence[Row]) -> list[str]:
     for each in _by(found, "workload"):
         one = next(iter(each.values()))
         alike = [f"{len(list(same))} of {T}, {S}" for (T, S), same in itertools.groupby(one["sequences"])]
-        lines.append(["; ".join(alike), one["tokens"], *(_batch(each.get(name), each.get(names[0])) for name in names)])
+        lines.append(
+            ["; ".join(alike), str(one["tokens"]), *(_batch(each.get(name), each.get(names[0])) for name in names)]
+        )
     heads = " ".join(f"{name}={found[0][name]}" for name in ("N", "K", "H", "page"))
     said = (
         f"One call of `ragged_paged_attention`, us (TFLOP/s); {heads}. The second column is ours with shorter blocks.\n"

@@ -38,7 +38,10 @@ def test_keys_in_one_piece(name):
     is_right_and_free_of_races(*normalise(*of_hopper.inputs(T, H=72, Hv=40), **keywords))
 
 
-PAGED = paged.CALLS | {"40": (40, "PSKH", 1, {})}
+PAGED = paged.CALLS | {
+    "40": (40, "PSKH", 1, {}),
+    "8, a prompt": (8, "KPSH", 70, {"mask": of_hopper.BOTTOM_RIGHT}),
+}
 
 
 @pytest.mark.parametrize("name", PAGED)
@@ -111,7 +114,6 @@ def test_some_tiles_fit_every_gpu(capability, memory, H, heads):
     "changed, message",
     [
         (dict(page=20), "pages of 20 rows; it loads pages of a multiple of 8"),
-        (dict(T=17), "T=17 queries and keys in pages; it takes at most 16"),
         (dict(H=60), "H=60 and Hv=60; it takes multiples of 8 of keys in pages"),
         (dict(config=Config(forward=ForwardConfig())), "and keys in pages; its kernel for them takes DecodeConfig"),
     ],

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from pallas_fa import attention, masks
 from pallas_fa.arguments.arrays import float_array
 from pallas_fa.arguments.shapes import dtypes_fit
-from pallas_fa.backends.choice import choose
 from pallas_fa.cache import scales
 from pallas_fa.cache.ragged_blocks import Blocks, Sequences
 from pallas_fa.operands.offsets import as_int32, int_array
@@ -68,7 +67,7 @@ def ragged_paged_attention(
         the output is rounded to these before and after.
       num_kv_pages_per_block: no effect, like `vmem_limit_bytes`. They tune the TPU's kernel.
       num_queries_per_block: queries of a block. Unless it is given: 128 as long as a sequence has as many, which reads the
-        keys of a prompt once for each 128 queries, then 16. Only 16 where the kernel takes no more, as with 8-bit pages.
+        keys of a prompt once for each 128 queries, then 16.
       implementation: as in `pallas_fa.paged_attention`.
 
     Returns:
@@ -103,7 +102,7 @@ def ragged_paged_attention(
         sequences = Sequences.of(lengths, starts, count[0])
         problem_of = functools.partial(_problem_of, queries, pages, table, **known)
         out = jnp.zeros_like(queries)
-        for blocks in _cut(queries.shape[0], sequences, size, problem_of, implementation):
+        for blocks in _cut(queries.shape[0], sequences, size):
             of_blocks, _ = attention.run(*problem_of(blocks), implementation)
             rows = jnp.take(of_blocks.reshape(-1, *queries.shape[1:]), blocks.row, axis=0, mode="clip")
             out = jnp.where((blocks.row >= 0)[:, None, None], rows, out)
@@ -113,23 +112,16 @@ def ragged_paged_attention(
     return scales.times(out, of_values)
 
 
-def _cut(tokens, sequences, size, problem_of, implementation):
-    """Returns blocks that have all queries.
-
-    Those of `size`; if it is None, long ones and the rest in short ones, where what runs these takes long ones, too.
-    """
+def _cut(tokens, sequences, size):
+    """Returns blocks that have all queries: those of `size`; if it is None, long ones and the rest in short ones."""
     count = sequences.queries.shape[0]
     most = tokens // (size or _BLOCK) + count
     most = min(tokens, most) if isinstance(most, int) else most  # symbolic sizes do not compare
-    blocks = Blocks.of(sequences, size or _BLOCK, tokens, most)
     if size is not None or not isinstance(tokens, int) or tokens < _LONG_BLOCK:
-        return (blocks,)
+        return (Blocks.of(sequences, size or _BLOCK, tokens, most),)
     long, rest = sequences.cut(_LONG_BLOCK)
-    long = Blocks.of(long, _LONG_BLOCK, tokens, tokens // _LONG_BLOCK)
-    backend = choose(problem_of(blocks)[0], implementation).backend
-    if backend.supports(problem_of(long)[0]).forward is not None:
-        return (blocks,)
-    return long, Blocks.of(rest, _BLOCK, tokens, min(most, count * (_LONG_BLOCK // _BLOCK)))
+    most = min(most, count * (_LONG_BLOCK // _BLOCK))
+    return Blocks.of(long, _LONG_BLOCK, tokens, tokens // _LONG_BLOCK), Blocks.of(rest, _BLOCK, tokens, most)
 
 
 def _problem_of(queries, pages, table, blocks, **known):

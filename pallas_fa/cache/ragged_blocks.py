@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
     @property
     def tokens(self) -> Any:
         """The tokens of each block, [blocks, size]; those before token 0 are negative."""
-        return self.end[:, None] - self.size + jnp.arange(self.size, dtype=jnp.int32)
+        return self.end[:, None] - self.size + jnp.arange(self.size, dtype=jnp.int32)[None]
 
 
 def _last_at_or_before(ascending, x):
@@ -77,4 +77,4 @@ def _last_at_or_before(ascending, x):
 
     All are compared: a search would be a loop of many small GPU kernels.
     """
-    return jnp.sum(ascending <= x[:, None], axis=1, dtype=jnp.int32) - 1
+    return jnp.sum(ascending[None] <= x[:, None], axis=1, dtype=jnp.int32) - 1

@@ -19,6 +19,7 @@ from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax.merging import PartialResult, merge_per_element
 
 MOST_QUERIES = 16
+_MOST_NARROW_ROWS = 128  # past it, to convert keys of 8 bits for other kernels is faster (evidence: decode/narrow-keys)
 _MOST_SPLITS = 64
 # In key blocks: what a CTA takes beside its steps, and what one more part takes to merge.
 _CTA_START, _MERGE = 4, 0.1
@@ -30,9 +31,16 @@ def applies(problem: Problem) -> bool:
 
 
 def taken_by_mma(problem: Problem) -> bool:
-    """Whether the kernel by `mma.sync` for few queries takes the call; not block masks, whose visits are lists."""
+    """Whether the kernel by `mma.sync` for few queries takes the call.
+
+    Also more queries where keys have 8 bits, and any number where they are in pages, which of these kernels it alone reads.
+    Not block masks, whose visits are lists.
+    """
     has_blocks = problem.mask is not None and problem.mask.has_blocks
-    return applies(problem) and not has_blocks and not getattr(problem.config, "forward", None)
+    if has_blocks or problem.dropout is not None or getattr(problem.config, "forward", None):
+        return False
+    is_narrow = problem.has_narrow_keys and problem.dims.T * problem.group <= _MOST_NARROW_ROWS
+    return applies(problem) or is_narrow or problem.pages is not None
 
 
 def group_of(problem: Problem) -> int:

@@ -33,7 +33,7 @@ def why_not_read(problem: Problem, gpu: Gpu) -> str | None:
     from pallas_fa.backends.gpu import few_queries  # which imports Pallas
 
     if not few_queries.taken_by_mma(problem):
-        return f"{what}; only its kernel for at most {few_queries.MOST_QUERIES} queries reads them"
+        return f"{what} and T={problem.dims.T} queries; only its kernel for few queries reads them"
     if problem.H % UNIT or problem.Hv % UNIT:
         return f"{what} with head dims H={problem.H} and Hv={problem.Hv}; it reads multiples of {UNIT}"
     return None

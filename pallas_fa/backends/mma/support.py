@@ -69,10 +69,8 @@ def _remark(problem, kernels, gpu, has_backward):
 def _pages_reason(problem):
     if problem.pages is None:
         return None
-    from pallas_fa.backends.gpu.few_queries import MOST_QUERIES, taken_by_mma
+    from pallas_fa.backends.gpu.few_queries import taken_by_mma
 
-    if problem.dims.T > MOST_QUERIES:
-        return f"T={problem.dims.T} queries and keys in pages; it takes at most {MOST_QUERIES} then"
     if problem.mask is not None and problem.mask.has_blocks:
         return "a block mask and keys in pages"
     if not taken_by_mma(problem):
