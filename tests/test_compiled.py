@@ -79,6 +79,14 @@ EXCEPTIONS = {
     ("hopper backward", 128, hopper.BackwardConfig(2, 64, (1, 1), 1, stagger=2)): {"sm_90a": 96},
     ("hopper backward", 128, hopper.BackwardConfig(1, 64, (1, 1), 1)): {"sm_90a": 128},
     ("hopper backward", 256, hopper.BackwardConfig(1, 64, (1, 1), 2, statistics_last=True)): {"sm_90a": 192},
+    **{  # not timed
+        (
+            "hopper forward, prompt in pages",
+            512,
+            hopper.ForwardConfig(2, 64, 1, pin_softmax=False, kv_splits=parts, split_heads=heads),
+        ): {"sm_90a": 96}
+        for parts, heads in ((4, 16), (1, 0))
+    },
     ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=4)): {"sm_90a": 96},
     ("hopper backward", 512, hopper.BackwardConfig(2, 64, (1, 1), chunk_slots=2)): {"sm_90a": 96},
 }

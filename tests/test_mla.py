@@ -12,6 +12,7 @@ from pallas_fa import mla, mla_decode_attention
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.mla import mla as kernel
 from pallas_fa.backends.hopper.mla.plan import MlaPlan
+from tests import test_paged_attention
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import assert_right_and_free_of_races
 
@@ -83,6 +84,35 @@ def test_interpreted_kernel_is_right_and_free_of_races(name, monkeypatch):
         cache, lengths = jnp.where(padding, jnp.nan, cache), np.array(lengths, np.int32)
     monkeypatch.setattr(MlaPlan, "of", lambda problem, gpu, interpret: MlaPlan(problem, splits, interpret))
     problem, operands = mla._normalise(query, cache, scale=SCALE, lengths=lengths)
+    assert_right_and_free_of_races(problem, operands, kernel.attention)
+
+
+def in_pages(rng, cache, lengths, page):
+    """Pages of a cache and their table, as in `test_paged_attention`: NaN and no page's number past the lengths."""
+    pages, _, table = test_paged_attention.in_pages(rng, *[np.asarray(cache)[:, :, None]] * 2, lengths, page)
+    return jnp.asarray(pages[:, :, 0]), table
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("page", [4, 16])
+def test_in_pages_it_is_the_same(implementation, page, rng, small_chunks):
+    lengths = np.array([7, 48, 0], np.int32)
+    query, cache = normal(3, 2, 4, 24), normal(3, 48, 24)
+    pages, table = in_pages(rng, cache, lengths, page)
+    options = dict(scale=SCALE, value_dim=16, implementation=implementation, return_residual=True)
+    call = jax.jit(functools.partial(mla_decode_attention, **options))
+    got, want = call(query, pages, lengths=lengths, page_table=table), call(query, cache, lengths=lengths)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("page, T, S, splits", [(16, 2, 208, 1), (64, 1, 320, 2), (192, 1, 384, 1)])
+def test_interpreted_kernel_in_pages(page, T, S, splits, rng, monkeypatch):
+    lengths = np.array([S - 30, 70], np.int32)
+    query, cache = normal(2, T, 8, H, dtype=jnp.bfloat16), normal(2, S, H, dtype=jnp.bfloat16)
+    pages, table = in_pages(rng, cache, lengths, page)
+    monkeypatch.setattr(MlaPlan, "of", lambda problem, gpu, interpret: MlaPlan(problem, splits, interpret))
+    problem, operands = mla._normalise(query, pages, scale=SCALE, lengths=lengths, page_table=table)
     assert_right_and_free_of_races(problem, operands, kernel.attention)
 
 
@@ -159,6 +189,55 @@ def test_errors_teach(changes, error, match):
     call = dict(query=normal(2, 1, 4, H), cache=normal(2, 8, H), scale=SCALE) | changes
     with pytest.raises(error, match=match):
         pallas_fa.mla_decode_attention(call.pop("query"), call.pop("cache"), **call)
+
+
+WRONG_PAGES = {
+    "a dim of heads": (
+        dict(cache=normal(6, 16, 1, H)),
+        r"cache.shape=\(6, 16, 1, 576\).* pages \[P, page, H\].*no dim of heads",
+    ),
+    "no lengths": (dict(lengths=None), "lengths=None with page_table.*jnp.full"),
+    "a table of others": (dict(page_table=np.zeros((3, 2), np.int32)), "with B=2 sequences"),
+    "two batch dims": (dict(query=normal(1, 2, 1, 4, H)), r"must be \[B, T, N, H\]"),
+    "float lengths": (dict(lengths=np.zeros(2)), "^lengths.dtype=float64 must be an integer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PAGES)
+def test_errors_of_pages_teach(name):
+    changes, match = WRONG_PAGES[name]
+    right = dict(query=normal(2, 1, 4, H), cache=normal(6, 16, H), lengths=np.array([3, 20]))
+    call = right | dict(page_table=np.zeros((2, 2), np.int32), scale=SCALE) | changes
+    with pytest.raises((ValueError, TypeError), match=match):
+        mla_decode_attention(call.pop("query"), call.pop("cache"), **call)
+
+
+def test_pages_are_read_by_the_kernel_where_it_takes_them():
+    shape = jax.ShapeDtypeStruct
+    query, lengths = shape((2, 1, 128, H), jnp.bfloat16), shape((2,), jnp.int32)
+    for page, reason in ((64, None), (16, None), (48, "pages of 48 rows")):
+        pages, table = shape((40, page, H), jnp.bfloat16), shape((2, 16), jnp.int32)
+        call = lambda q, c, n, t: mla_decode_attention(q, c, scale=SCALE, lengths=n, page_table=t)
+        assert kernels(call, query, pages, lengths, table) == (reason is None)
+        told = mla.explain(query, pages, scale=SCALE, lengths=lengths, page_table=table)
+        assert reason in told if reason else "mosaic_gpu: runs this call" in told
+    with pytest.raises(NotImplementedError, match="keys and values in pages are for inference"):
+        given = dict(scale=SCALE, lengths=np.array([3]), page_table=np.zeros((1, 1), np.int32), value_dim=8)
+        jax.grad(lambda q: mla_decode_attention(q, normal(2, 16, 16), **given).sum())(normal(1, 1, 2, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 64, 256])
+def test_compiled_kernel_in_pages(page, rng):
+    lengths = np.array([1000, 0, 2048], np.int32)
+    query, cache = normal(3, 2, 128, H, dtype=jnp.bfloat16), normal(3, 2048, H, dtype=jnp.bfloat16)
+    pages, table = in_pages(rng, cache, lengths, page)
+    call = jax.jit(
+        functools.partial(mla_decode_attention, scale=SCALE, return_residual=True, implementation="mosaic_gpu")
+    )
+    got, want = call(query, pages, lengths=lengths, page_table=table), call(query, cache, lengths=lengths)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
 @pytest.mark.gpu

@@ -12,10 +12,9 @@ from pallas_fa.arguments.arrays import float_array
 from pallas_fa.arguments.keywords import Arguments, with_signature
 from pallas_fa.arguments.shapes import check_dtypes
 from pallas_fa.attention import attend
-from pallas_fa.cache.rows import checked_table
 from pallas_fa.masks import Mask
 from pallas_fa.operands.offsets import int_array
-from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout
+from pallas_fa.operands.pages import PAGE_LAYOUTS, Paged, PageLayout, checked_table
 from pallas_fa.operands.pytree import as_flag, is_one_of
 from pallas_fa.problem import normalise
 from pallas_fa.sharding.explicit_axes import with_automatic_axes

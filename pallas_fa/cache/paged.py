@@ -13,6 +13,7 @@ from pallas_fa.cache import rows, scales
 from pallas_fa.cache.attention import paged_attention
 from pallas_fa.cache.positions import last_rows
 from pallas_fa.masks import Mask
+from pallas_fa.operands.pages import checked_table
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
 
@@ -146,6 +147,6 @@ class PagedCache:
         """The page table and the lengths, of a cache whose arrays belong together."""
         rows.check_kept("[P, page, K, head dim]", key_pages=self.key_pages, value_pages=self.value_pages)
         lengths = rows.checked_lengths(self.lengths)
-        table = rows.checked_table(self.page_table, lengths.shape[0])
+        table = checked_table(self.page_table, lengths.shape[0])
         rows.check_room(self.lengths, table.shape[1] * self.key_pages.shape[1])
         return table, lengths

@@ -110,17 +110,6 @@ def _per_sequence(name, x, B, what, value):
     return array
 
 
-def checked_table(table: Any, B: int) -> Any:
-    """Returns a page table int32 [B, pages per sequence]; raises where it is none."""
-    table = int_array("page_table", table, "PageAllocator.page_table makes one.")
-    if table.ndim != 2 or table.shape[0] != B:
-        raise ValueError(
-            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={B} sequences. Give each"
-            " sequence a row of pages, and fill it up with -1."
-        )
-    return as_int32(table)
-
-
 def new_rows(
     key: Any,
     value: Any,

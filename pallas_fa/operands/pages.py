@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pytree import Node
 
 PageLayout = Literal["PSKH", "KPSH"]
@@ -21,12 +22,14 @@ class Paged(Node):
       table: int32 [B, pages of a sequence]. An entry that is no page's stands for any page.
       layout: the order of the dims of `pages`; P pages, S rows of a page, K heads, H head dim.
       interleaved: 0 for the even heads of `pages`, 1 for the odd ones, None for all.
+      columns: how many of the first columns of the rows of `pages` are theirs; None for all.
     """
 
     pages: Any
     table: Any
     layout: PageLayout = "PSKH"
     interleaved: int | None = None
+    columns: int | None = None
 
     @property
     def size(self) -> int:
@@ -43,7 +46,8 @@ class Paged(Node):
         """[B, S, K, dim] of the array that they stand for."""
         heads = self.pages.shape[2 if self.layout == "PSKH" else 0]
         B, pages = self.table.shape
-        return B, pages * self.size, heads if self.interleaved is None else heads // 2, self.pages.shape[3]
+        heads = heads if self.interleaved is None else heads // 2
+        return B, pages * self.size, heads, self.columns or self.pages.shape[3]
 
     @property
     def ndim(self) -> int:
@@ -65,8 +69,19 @@ class Paged(Node):
         elif self.interleaved is None:
             rows = self.pages[table]
         else:
-            rows = self.pages.reshape(self.count, self.size, K, 2, dim)[table, :, :, self.interleaved]
-        return rows.reshape(B, count * self.size, K, dim)
+            rows = self.pages.reshape(self.count, self.size, K, 2, -1)[table, :, :, self.interleaved]
+        return rows[..., :dim].reshape(B, count * self.size, K, dim)
+
+
+def checked_table(table: Any, B: int) -> Any:
+    """Returns a page table int32 [B, pages per sequence]; raises where it is none."""
+    table = int_array("page_table", table, "PageAllocator.page_table makes one.")
+    if table.ndim != 2 or table.shape[0] != B:
+        raise ValueError(
+            f"page_table.shape={tuple(table.shape)} must be [B, pages per sequence], with B={B} sequences. Give each"
+            " sequence a row of pages, and fill it up with -1."
+        )
+    return as_int32(table)
 
 
 def in_one_piece(x: Any) -> Any:

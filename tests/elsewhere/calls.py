@@ -1,6 +1,6 @@
 """What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too.
 
-Those for few queries are compiled with lengths; the best ones for keys in pages, too, which `Call.causal` says.
+Those by mma.sync for few queries are compiled with lengths; the best ones for keys in pages, too, which `Call.causal` says.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_fa import scores
+from pallas_fa import masks, scores
 from pallas_fa.backends.gpu import grouped_rows, narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
@@ -24,6 +24,7 @@ from pallas_fa.backends.hopper.backward.choose import choose_passes as hopper_ch
 from pallas_fa.backends.hopper.backward.table import BackwardFacts as HopperBackwardFacts
 from pallas_fa.backends.hopper.backward.table import backward_configs as hopper_backward_configs
 from pallas_fa.backends.hopper.config import Config as HopperConfig
+from pallas_fa.backends.hopper.decode import decode as hopper_decode
 from pallas_fa.backends.hopper.forward import forward as hopper_forward
 from pallas_fa.backends.hopper.forward.choose import choose as hopper_choose_forward
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan as HopperForwardPlan
@@ -71,6 +72,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
                 yield from _mma_decode(gpu, head_dim, causal, jnp.float8_e4m3fn)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
+            if causal:
+                yield from _hopper_prompts(gpu, head_dim)
             if head_dim in (64, 128):
                 yield from _hopper_dropout(gpu, head_dim, causal)
                 yield from _hopper_windows(gpu, head_dim) if causal else _hopper_few_keys(gpu, head_dim)
@@ -285,6 +288,25 @@ def _hopper_few_keys(gpu, head_dim):
     for keys in (80, 128, 256):
         shapes = [jax.ShapeDtypeStruct((B, length, N, head_dim), jnp.bfloat16) for length in (4 * T, keys)]
         yield _hopper_chosen(gpu, "few keys", False, _unmasked, *shapes)
+
+
+def _hopper_prompts(gpu, head_dim):
+    """Against a cache with lengths, in pages of 16: parts of a prompt, and so few queries that heads share tiles."""
+    pages = jax.ShapeDtypeStruct((B * 8192 // 16, 16, 2, head_dim), jnp.bfloat16)
+    table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, 8192 // 16), (B,)))
+    for queries in (16, 32, 128, 512):
+        q = jax.ShapeDtypeStruct((B, queries, N, head_dim), jnp.bfloat16)
+        if queries > 32:
+            yield _hopper_chosen(gpu, "prompt in pages", True, _at_the_end, q, pages, table, lengths)
+            continue
+        tiles = hopper_decode.choose(_problem_of(_at_the_end, q, pages, table, lengths), gpu).config
+        run = lambda *arrays: hopper_decode.decode(*_at_the_end(*arrays), gpu)
+        yield Call("hopper decode in pages", head_dim, tiles, True, run, (q, pages, table, lengths))
+
+
+def _at_the_end(q, pages, table, lengths):
+    mask, k = masks.Causal(align="bottom_right"), Paged(pages, table)
+    return normalise(q, k, k, mask=mask, key_value_seq_lengths=lengths)
 
 
 def _unmasked(q, k):

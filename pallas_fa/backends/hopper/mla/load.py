@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.hopper.mla.plan import HV, KEYS, PIECES, ROWS, H
+from pallas_fa.backends.gpu.page_numbers import page_numbers
+from pallas_fa.backends.hopper.mla.plan import HV, KEYS, PIECES, ROWS, H, MlaPlan
 from pallas_fa.backends.hopper.mla.work import Work
 
 # In the order in which the warpgroups release the pieces of a pair of key blocks.
 _ORDER = ("rope", 0), ("left", 0), ("rope", 1), ("right", 0), ("left", 1), ("right", 1)
 
 
-def load(work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
+def load(plan: MlaPlan, work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
     """Loads the queries, then the pieces of all key blocks, pair after pair."""
     query, rows = gmem.q.at[work.query], pl.ds(work.row_block * ROWS, ROWS)
     plgpu.copy_gmem_to_smem(query.at[rows, pl.ds(HV, H - HV)], scratch["p_smem"].at[1], scratch["q_ready"])
@@ -20,15 +23,33 @@ def load(work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
 
     @pl.loop(0, work.steps)
     def _(i):
+        places = [_places(plan, work, gmem, work.key_block(i, slot)) for slot in (0, 1)]  # before any wait
         for name, slot in _ORDER:
             pl.when(i > 0)(lambda name=name, slot=slot: plgpu.barrier_wait(scratch[f"{name}_free"].at[slot]))
-            _load_piece(work, gmem, scratch, name, slot, work.key_block(i, slot))
+            _load_piece(gmem, scratch, name, slot, places[slot])
 
     for name, slot in _ORDER:  # every completed phase is waited for, before the CTA ends
         plgpu.barrier_wait(scratch[f"{name}_free"].at[slot])
 
 
-def _load_piece(work, gmem, scratch, name, slot, key_block):
-    start, size = PIECES[name]
-    source = gmem.cache.at[work.b, pl.ds(key_block * KEYS, KEYS), pl.ds(start, size)]
-    plgpu.copy_gmem_to_smem(source, scratch[f"{name}_smem"].at[slot], scratch[f"{name}_ready"].at[slot])
+def _places(plan, work, gmem, key_block):
+    """Returns where the rows of a key block lie in device memory: (sequence, rows), or a (page, rows) for each box."""
+    first, held = key_block * KEYS, plan.problem.pages
+    if held is None:
+        return [(work.b, pl.ds(first, KEYS))]
+    box = KEYS // plan.boxes
+    of_page = lax.rem(first, jnp.int32(held.size)) if held.size > box else 0
+    numbers = page_numbers(held, gmem.page_table, work.b, first, KEYS, box)
+    return [(page, pl.ds(of_page, box)) for page in numbers]
+
+
+def _load_piece(gmem, scratch, name, slot, places):
+    (start, size), box = PIECES[name], KEYS // len(places)
+    for i, (entry, rows) in enumerate(places):
+        source = gmem.cache.at[entry, rows, pl.ds(start, size)]
+        target = (
+            scratch[f"{name}_smem"].at[slot, pl.ds(i * box, box)]
+            if len(places) > 1
+            else scratch[f"{name}_smem"].at[slot]
+        )
+        plgpu.copy_gmem_to_smem(source, target, scratch[f"{name}_ready"].at[slot])

@@ -15,6 +15,7 @@ from pallas_fa.backends.hopper.mla.compute import Warpgroup
 from pallas_fa.backends.hopper.mla.load import load
 from pallas_fa.backends.hopper.mla.plan import HALVES, ROWS, MlaPlan
 from pallas_fa.backends.hopper.mla.work import Work
+from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
 from pallas_fa.softmax.merging import PartialResult, merge_per_element
 
@@ -25,11 +26,13 @@ def attention(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool
     """Returns (out [B, T, N, Hv], log-sum-exp [B, T, N] float32).
 
     Args:
-      operands: keys [B, S, 1, H]; the values are their first Hv columns, and `operands.v` is not read.
+      operands: keys [B, S, 1, H], or in pages; the values are their first Hv columns, and `operands.v` is not read.
       gpu, interpret: as of `hopper.forward`.
     """
     plan, dims = MlaPlan.of(problem, gpu, interpret), problem.dims
-    out, lse = run(plan, operands.q.reshape(-1, dims.N, problem.H), operands.k[:, :, 0], _limits(plan, operands.mask))
+    keys = operands.k
+    cache = [keys.pages[:, :, 0], keys.table] if isinstance(keys, Paged) else [keys[:, :, 0]]
+    out, lse = run(plan, operands.q.reshape(-1, dims.N, problem.H), _limits(plan, operands.mask), *cache)
     lse = lse[:, : dims.N]
     if plan.kv_splits > 1:
         parts = (PartialResult(out[i :: plan.kv_splits], lse[i :: plan.kv_splits]) for i in range(plan.kv_splits))
@@ -37,24 +40,25 @@ def attention(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool
     return out.astype(problem.dtype).reshape(dims.B, dims.T, dims.N, problem.Hv), lse.reshape(dims.B, dims.T, dims.N)
 
 
-def run(plan: MlaPlan, queries: Any, cache: Any, limits: Any) -> tuple[Any, Any]:
+def run(plan: MlaPlan, queries: Any, limits: Any, *cache: Any) -> tuple[Any, Any]:
     """Returns (out [B * T * kv_splits, N, Hv], lse [B * T * kv_splits, heads of whole CTAs]).
 
     Args:
       queries: [B * T, N, H].
-      cache: [B, S, H].
       limits: int32 [B * T], how many keys each query sees.
+      cache: [B, S, H]; or pages [P, page, H], and their table.
     """
     entries = plan.queries * plan.kv_splits
 
     def latent_attention(*refs, **scratch):
-        _kernel(plan, _Refs(*refs), scratch)
+        q, limits, cache, *page_table, out, lse = refs
+        _kernel(plan, _Refs(q, limits, cache, page_table[0] if page_table else None, out, lse), scratch)
 
     return launch(
         latent_attention,
         queries,
-        cache,
         limits,
+        *cache,
         out_type=(
             jax.ShapeDtypeStruct((entries, plan.problem.dims.N, plan.problem.Hv), plan.out_dtype),
             jax.ShapeDtypeStruct((entries, plan.row_blocks * ROWS), jnp.float32),
@@ -76,11 +80,12 @@ def _limits(plan, mask):
 
 
 class _Refs(NamedTuple):
-    """Device memory."""
+    """Device memory. `page_table`: None where the cache is in one piece."""
 
     q: Any
-    cache: Any
     limits: Any
+    cache: Any
+    page_table: Any
     out: Any
     lse: Any
 
@@ -102,4 +107,4 @@ def _kernel(plan: MlaPlan, gmem: _Refs, scratch: dict[str, Any]):
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
-        load(work, gmem, scratch)
+        load(plan, work, gmem, scratch)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.online_softmax import LAG
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.hopper import pages
 from pallas_fa.problem import Problem
 
 ROWS, KEYS = 64, 64  # query heads of a CTA, keys of a key block
@@ -58,6 +59,11 @@ class MlaPlan:
         return self.queries * self.kv_splits * self.row_blocks
 
     @property
+    def boxes(self) -> int:
+        """Of how many boxes TMA makes a piece of a key block: several where it has several pages."""
+        return pages.boxes(self.problem.pages, KEYS)
+
+    @property
     def subtract_max(self) -> bool:
         """As of `ForwardCore`: latent attention has no score."""
         return True
@@ -86,7 +92,7 @@ class MlaPlan:
         scratch: dict[str, Any] = {"q_ready": plgpu.Barrier(num_arrivals=2)}
         for name in PIECES:
             scratch[f"{name}_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-            scratch[f"{name}_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+            scratch[f"{name}_ready"] = plgpu.Barrier(num_arrivals=self.boxes, num_barriers=2)
         scratch["p_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         scratch["done"] = plgpu.Barrier(num_arrivals=2)
         scratch["rows_smem"] = plgpu.SMEM((4, ROWS), jnp.float32)

@@ -2,7 +2,7 @@
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import why_not
-from pallas_fa.backends.record import Support
+from pallas_fa.backends.record import Support, no_gradients
 from pallas_fa.problem import Problem
 
 _H, _HV = 576, 512
@@ -18,7 +18,8 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
 
     splits = MlaPlan.of(problem, gpu).kv_splits
     remark = f"the keys are in {splits} parts" if splits > 1 else None
-    return Support(None, "its kernel for latent attention is for inference", remark)
+    no_backward = no_gradients(problem) or "its kernel for latent attention is for inference"
+    return Support(None, no_backward, remark)
 
 
 def _why_no_forward(problem, gpu):
@@ -33,4 +34,9 @@ def _why_no_forward(problem, gpu):
             return f"{name}={size} in latent attention; it takes multiples of {_MULTIPLE}"
     if gpu.compute_capability != "9.0":
         return f"a GPU of compute capability {gpu.compute_capability}; its kernels are for 9.0"
+    if problem.pages is not None:
+        from pallas_fa.backends.hopper import pages
+        from pallas_fa.backends.hopper.mla.plan import KEYS
+
+        return pages.why_not(problem.pages, KEYS)
     return None
