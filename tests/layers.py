@@ -136,6 +136,7 @@ THINNED = {
     "test_mesh_training.py::test_sums_of_gradients_are_made_before_the_backward_pass_goes_on": 0,
     "test_mesh_training.py::test_the_norm_of_gradients_takes_one_sum_over_devices": 0,
     "test_mesh_training.py::test_what_a_device_holds_and_what_devices_exchange": 0,
+    "test_mla.py::test_interpreted_kernel_in_pages": 1,
     "test_mla.py::test_interpreted_kernel_is_right_and_free_of_races": 2,
     "test_mla.py::test_the_kernel_reads_one_array": 0,
     "test_mma_decode.py::test_arrays_of_every_width_lower": 4,
