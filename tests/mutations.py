@@ -129,6 +129,7 @@ MUTATIONS = (
     Mutation("cache/ragged_blocks.py", "- done - queries)", "- done)", "tests/test_ragged.py -k dense"),
     Mutation("cache/ragged_blocks.py", "size + empty + at % size", "size + at % size", "tests/test_ragged.py -k dense"),
     Mutation("cache/ragged_blocks.py", "whole, self.keys - rest", "whole, self.keys", "tests/test_ragged.py -k dense"),
+    Mutation("cache/ragged_blocks.py", "where(is_query, rows,", "where(True, rows,", "tests/test_ragged.py -k reach"),
     Mutation("operands/pages.py", "table = jnp.clip(table, 0, self.count - 1)", "pass", f"{PAGES} -k nearest"),
     Mutation("backends/xla/matmuls.py", "else lengths - start", "else lengths", f"{PAGES} -k page_sizes"),
     Mutation("backends/hopper/pages.py", "pl.ds(i * box, box)", "pl.ds(0, box)", f"{PAGES} -k interpreted"),

@@ -143,6 +143,18 @@ def test_tiles_that_split_keys_where_they_cannot_say_why(T, options, reason):
 
 
 @pytest.mark.parametrize(
+    "mask", [masks.Causal(), BOTTOM_RIGHT & masks.Window(100, None, 660)], ids=["causal", "window"]
+)
+def test_interpreted_parts_without_keys_of_two_warpgroups(mask):
+    """Where one warpgroup has no queries, and fewer key blocks are visited than there are parts."""
+    shape = lambda heads, length: jnp.asarray(RNG.standard_normal((1, length, heads, H)), jnp.bfloat16)
+    problem, operands = normalise(shape(4, 40), shape(1, 700), shape(1, 700), mask=mask)
+    plan = choose.choose(problem, Gpu.visible(), interpret=True)
+    assert plan.config.compute_wgs == 2 and plan.config.kv_splits > 1 and plan.skips_steps
+    assert_right_and_free_of_races(problem, operands, decode)
+
+
+@pytest.mark.parametrize(
     ("T", "changed", "expected"),
     [
         (17, {}, True),
@@ -153,6 +165,7 @@ def test_tiles_that_split_keys_where_they_cannot_say_why(T, options, reason):
         (17, {"K": 8}, False),
         (17, {"dtype": "float32"}, False),
         (17, {"config": Config(ForwardConfig(2))}, False),
+        (17, {"config": Config()}, True),
         (17, {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)}, False),
         (17, {"key_value_seq_lengths": LENGTHS}, True),
         (17, {"score": scores.SoftCap(20.0)}, True),

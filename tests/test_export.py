@@ -196,11 +196,12 @@ def test_a_step_with_a_cache_of_a_symbolic_batch(in_pages, rng):
     _exported_is_the_call(step, like, *arrays, *([np.arange(6, dtype=np.int32).reshape(2, 3)] if in_pages else []))
 
 
-def test_ragged_batches_of_any_number_of_tokens_and_pages(rng):
-    tokens, pages, _ = ANY
+def test_ragged_batches_of_any_number_of_tokens_pages_and_sequences(rng):
+    tokens, pages, sequences = ANY
     lengths, table = np.array([10, 30, 4], np.int32), rng.permutation(12).reshape(3, 4).astype(np.int32)
     numbers = lengths, table, np.array([0, 3, 33, 34], np.int32), np.array([3], np.int32)
-    like = [((tokens, N, H), jnp.float32), ((pages, 8, 2 * K, H), jnp.float32), *((x.shape, x.dtype) for x in numbers)]
+    like = [((tokens, N, H), jnp.float32), ((pages, 8, 2 * K, H), jnp.float32)]
+    like += [(shape, jnp.int32) for shape in ((sequences,), (sequences, 4), (sequences + 1,), (1,))]
     arrays = _normal(rng, 40, N, H), _normal(rng, 12, 8, 2 * K, H)
     _exported_is_the_call(pallas_fa.ragged_paged_attention, like, *arrays, *numbers)
 

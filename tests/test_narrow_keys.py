@@ -153,7 +153,7 @@ CONVERTED = {
     "an older GPU": ("8.6", {}, "on a GPU of compute capability 8.6; it reads them from 8.9 on"),
     "GPUs that differ": ("9.0, 8.0", {}, "on a GPU of compute capability 9.0, 8.0; it reads them from 8.9 on"),
     "another dtype": ("8.9", dict(dtype=jnp.float8_e4m3fnuz), "float8_e4m3fnuz .*reads float8_e4m3fn and float8_e5m2"),
-    "many queries": ("8.9", dict(T=65), "T=65 queries; only its kernel for few queries reads them"),
+    "many queries": ("8.9", dict(T=65), "only its kernel for few queries reads them"),
     "head dims": ("8.9", dict(H=24), "head dims H=24 and Hv=24; it reads multiples of 16"),
 }
 

@@ -113,6 +113,15 @@ def test_compiled_kernels_are_accurate(name, kv_dtype, rng):
     assert not got[start:].any()
 
 
+def test_nan_in_queries_does_not_reach_other_sequences(rng):
+    """Not their gradients, either, which `reference` has."""
+    q, pages, *rest = arguments(rng, [(5, 20), (7, 30)])
+    q, pages = q.at[:5].set(jnp.nan), jnp.nan_to_num(pages)
+    second = lambda q, pages: ragged_paged_attention(q, pages, *rest, implementation="reference")[5:12].sum()
+    for gradient, own in zip(jax.grad(second, argnums=(0, 1))(q, pages), (slice(5, 12), rest[1][1, :2]), strict=True):
+        assert jnp.isfinite(gradient[own]).all() and gradient[own].any()
+
+
 def test_is_what_jax_defines(rng):
     given = arguments(rng, BATCHES["both"])
     without_nan = jnp.nan_to_num(given[1])  # which that definition reads

@@ -67,7 +67,7 @@ def ragged_paged_attention(
         the output is rounded to these before and after.
       num_kv_pages_per_block: no effect, like `vmem_limit_bytes`. They tune the TPU's kernel.
       num_queries_per_block: queries of a block. Unless it is given: 128 as long as a sequence has as many, which reads the
-        keys of a prompt once for each 128 queries, then 16.
+        keys of a prompt once for each 128 queries, then 16; only 16 where `q` has fewer tokens, or a symbolic number.
       implementation: as in `pallas_fa.paged_attention`.
 
     Returns:
@@ -116,8 +116,9 @@ def _cut(tokens, sequences, size):
     """Returns blocks that have all queries: those of `size`; if it is None, long ones and the rest in short ones."""
     count = sequences.queries.shape[0]
     most = tokens // (size or _BLOCK) + count
-    most = min(tokens, most) if isinstance(most, int) else most  # symbolic sizes do not compare
-    if size is not None or not isinstance(tokens, int) or tokens < _LONG_BLOCK:
+    is_known = isinstance(most, int)  # symbolic sizes do not compare
+    most = min(tokens, most) if is_known else most
+    if size is not None or not is_known or tokens < _LONG_BLOCK:
         return (Blocks.of(sequences, size or _BLOCK, tokens, most),)
     long, rest = sequences.cut(_LONG_BLOCK)
     most = min(most, count * (_LONG_BLOCK // _BLOCK))
@@ -127,8 +128,7 @@ def _cut(tokens, sequences, size):
 def _problem_of(queries, pages, table, blocks, **known):
     """Returns the problem whose batch entries are `blocks`, and its operands."""
     keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
-    of_blocks = jnp.take(queries, blocks.tokens, axis=0, mode="clip")
-    return normalise(of_blocks, keys, values, key_value_seq_lengths=blocks.keys, **known)
+    return normalise(blocks.of_tokens(queries), keys, values, key_value_seq_lengths=blocks.keys, **known)
 
 
 def _check(q, pages, lengths, table, starts, count):

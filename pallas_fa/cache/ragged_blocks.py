@@ -29,11 +29,12 @@ class Sequences(NamedTuple):
 class Blocks(NamedTuple):
     """Blocks of `size` queries, the last of them first: of prompts these see the most keys, and take longest.
 
-    A block that a sequence does not fill begins with tokens that are not its own, whose rows nobody reads: so its last
-    query is its last row, as bottom-right alignment has it, and no mask need tell queries from padding.
+    A block that a sequence does not fill begins with rows that nobody reads: so its last query is its last row, as
+    bottom-right alignment has it, and no mask need tell queries from padding.
 
     sequence: [blocks], whose they are. Blocks of no sequence have no keys.
     end: [blocks], the token behind the last one of each.
+    queries: [blocks], how many of the last rows are queries.
     keys: [blocks], how many the last query sees.
     row: [tokens], where each token is among the rows of all blocks; negative if it is in none.
     """
@@ -41,17 +42,18 @@ class Blocks(NamedTuple):
     size: int
     sequence: Any
     end: Any
+    queries: Any
     keys: Any
     row: Any
 
     @classmethod
     def of(cls, sequences: Sequences, size: int, tokens: Any, most: Any) -> "Blocks":
-        """Cuts the queries of `sequences`, which are `tokens` in all and fill `most` blocks."""
+        """Cuts the queries of `sequences`, which are `tokens` at most and fill `most` blocks at most."""
         count = -(-sequences.queries // size)
         ends = jnp.cumsum(count, dtype=jnp.int32)
 
         number = most - 1 - jnp.arange(most, dtype=jnp.int32)
-        of_block = jnp.minimum(_last_at_or_before(ends, number) + 1, len(count) - 1)
+        of_block = jnp.minimum(_last_at_or_before(ends, number) + 1, count.shape[0] - 1)
         done = (number - (ends - count)[of_block]) * size
         own = sequences.queries[of_block]
         queries = jnp.minimum(own - done, size)
@@ -64,12 +66,14 @@ class Blocks(NamedTuple):
         block = (ends - count)[of_token] + at // size
         empty = jnp.maximum((at // size + 1) * size - own, 0)
         row = (most - 1 - block) * size + empty + at % size
-        return cls(size, of_block, end, keys, jnp.where((at >= 0) & (at < own), row, -1))
+        return cls(size, of_block, end, queries, keys, jnp.where((at >= 0) & (at < own), row, -1))
 
-    @property
-    def tokens(self) -> Any:
-        """The tokens of each block, [blocks, size]; those before token 0 are negative."""
-        return self.end[:, None] - self.size + jnp.arange(self.size, dtype=jnp.int32)[None]
+    def of_tokens(self, x: Any) -> Any:
+        """Returns the rows [blocks, size, ...] of `x` [tokens, ...]; 0 where there is no query."""
+        before_end = self.size - jnp.arange(self.size, dtype=jnp.int32)[None]
+        rows = jnp.take(x, self.end[:, None] - before_end, axis=0, mode="clip")
+        is_query = (before_end <= self.queries[:, None]).reshape(*rows.shape[:2], *[1] * (rows.ndim - 2))
+        return jnp.where(is_query, rows, jnp.zeros((), x.dtype))
 
 
 def _last_at_or_before(ascending, x):

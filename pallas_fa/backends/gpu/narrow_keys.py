@@ -1,7 +1,7 @@
 """Keys and values of 8 bits, which one kernel reads as they are, and which others are given converted.
 
-The kernel by `mma.sync` for few queries reads them (`mma.narrow`): there the time is that of reading. Where there are more
-queries, XLA converts them once, which takes little beside the matmuls. Those in pages are never copied.
+The kernel by `mma.sync` for few queries reads them (`mma.narrow`): there the time is that of reading. For more queries to
+keys in one piece XLA converts them once (evidence: decode/narrow-keys). Those in pages are never copied.
 
 Importing this imports no part of Pallas.
 """
@@ -33,7 +33,7 @@ def why_not_read(problem: Problem, gpu: Gpu) -> str | None:
     from pallas_fa.backends.gpu import few_queries  # which imports Pallas
 
     if not few_queries.taken_by_mma(problem):
-        return f"{what} and T={problem.dims.T} queries; only its kernel for few queries reads them"
+        return f"{what}; only its kernel for few queries reads them, and it does not take this call"
     if problem.H % UNIT or problem.Hv % UNIT:
         return f"{what} with head dims H={problem.H} and Hv={problem.Hv}; it reads multiples of {UNIT}"
     return None

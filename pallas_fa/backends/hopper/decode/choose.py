@@ -22,9 +22,9 @@ _TILES_OF_MORE = (
     *(ForwardConfig(2, keys, pin_softmax=False, ping_pong=True, rescale_under_qk=True) for keys in (128, 64)),
     *_TILES,
 )
-_LONGEST_BLOCK = 128
-_KEYS_PER_QUERY = 16  # or more, beside which the order of queries and output is soon changed
-_FEWER = 0.5
+_BLOCK = 128  # rows of a tile of two warpgroups
+_LEAST_KEYS = 16  # for each query; beside reading them, to bring queries and output into another order takes little
+_TILES_LEFT = 0.5  # of those that heads would take one by one, at most
 
 
 @functools.lru_cache(maxsize=256)
@@ -37,10 +37,10 @@ def applies(problem: Problem) -> bool:
     if few_queries.applies(problem):
         return True
     dims, group = problem.dims, problem.group
-    if dims.is_symbolic or problem.dropout is not None or problem.config is not None or group == 1:
+    if dims.is_symbolic or problem.dropout is not None or getattr(problem.config, "forward", None) or group == 1:
         return False
-    alone, shared = (-(-T // _LONGEST_BLOCK) * heads for T, heads in ((dims.T, group), (dims.T * group, 1)))
-    if dims.S < _KEYS_PER_QUERY * dims.T or shared > _FEWER * alone or products.parts_of(problem) > 1:
+    alone, shared = (-(-T // _BLOCK) * heads for T, heads in ((dims.T, group), (dims.T * group, 1)))
+    if dims.S < _LEAST_KEYS * dims.T or shared > _TILES_LEFT * alone or products.parts_of(problem) > 1:
         return False
     leaves = jax.tree.leaves((problem.score, problem.mask))
     is_blocked = problem.mask is not None and problem.mask.has_blocks

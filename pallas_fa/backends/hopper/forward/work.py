@@ -121,7 +121,7 @@ def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: A
         return steps
     t0 = block.t0 + wg * 64
     part = steps.of_part(_visits(plan, t0, 64))
-    if plan.split_heads:
+    if plan.config.kv_splits > 1:
         # A part of the keys that is past their end is masked. Others may end before the boundary blocks do.
         boundary_end = steps.boundary_end if part.starts_full else part.boundary_end
         if not schedule.is_equal(boundary_end, 0):
