@@ -166,6 +166,7 @@ THINNED = {
     "test_ragged.py::test_blocks_of_any_size": 1,
     "test_ragged.py::test_interpreted_kernel_finds_keys_and_values_between_each_other": 0,
     "test_ragged.py::test_is_what_jax_defines": 0,
+    "test_ragged.py::test_rows_of_blocks_of_8_bits_are_few": 1,
     "test_relative_bias.py::test_aligned_to_the_end_the_last_query_is_at_the_last_key": 4,
     "test_relative_bias.py::test_is_the_bias_with_the_same_diagonals": 3,
     "test_relative_bias.py::test_the_form_that_kernels_read_has_every_tile": 2,

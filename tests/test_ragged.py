@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_fa import masks, ragged_paged_attention
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.mma.decode.decode import decode as decode_by_mma
+from pallas_fa.cache.ragged_blocks import Blocks
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 from tests.lowering import kernels
@@ -111,6 +112,21 @@ def test_compiled_kernels_are_accurate(name, kv_dtype, rng):
         np.testing.assert_allclose(np.asarray(got[own], np.float64), dense(q[own], pages, table[i], keys), atol=3e-2)
         start += queries
     assert not got[start:].any()
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(N, 8), (6, 5), (64, 1)])
+def test_rows_of_blocks_of_8_bits_are_few(heads, blocks, rng, monkeypatch):
+    """Of queries times heads of a key head: 16 at most, or one query."""
+    sizes = []
+    of = Blocks.of
+    monkeypatch.setattr(Blocks, "of", lambda x, size, *rest: sizes.append(size) or of(x, size, *rest))
+    q, pages, _, table, *_ = given = arguments(rng, LONG_BATCHES["one block"], tokens=512, pages=180)
+    q, narrow = jnp.tile(q, (1, heads // 2, 1))[:, :heads], jnp.nan_to_num(pages).astype(jnp.float8_e4m3fn)
+    got = ragged_paged_attention(q, narrow, *given[2:])
+    assert sizes == [128, blocks]
+    own = slice(0, 127)
+    want = ragged_paged_attention(q, narrow.astype(q.dtype), *given[2:])
+    np.testing.assert_allclose(got[own], want[own], atol=2e-6)
 
 
 def test_nan_in_queries_does_not_reach_other_sequences(rng):

@@ -20,7 +20,7 @@ from pallas_fa.problem import normalise
 from pallas_fa.scores.soft_cap import check_cap
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
-_BLOCK = 16  # queries: as many as the kernels for few queries take
+_BLOCK = 16  # queries: as many as the kernels for few queries take; with pages of 8 bits, rows
 _LONG_BLOCK = 128  # of prompts, whose keys are then read less often
 
 
@@ -67,7 +67,8 @@ def ragged_paged_attention(
         the output is rounded to these before and after.
       num_kv_pages_per_block: no effect, like `vmem_limit_bytes`. They tune the TPU's kernel.
       num_queries_per_block: queries of a block. Unless it is given: 128 as long as a sequence has as many, which reads the
-        keys of a prompt once for each 128 queries, then 16; only 16 where `q` has fewer tokens, or a symbolic number.
+        keys of a prompt once for each 128 queries, then 16; with pages of 8 bits, then as many as are 16 rows with the heads
+        of a key head. Only short ones where `q` has fewer tokens than 128, or a symbolic number.
       implementation: as in `pallas_fa.paged_attention`.
 
     Returns:
@@ -86,6 +87,8 @@ def ragged_paged_attention(
     _check_values(queries.shape[0], lengths, starts, count)
     lengths, table, starts, count = map(as_int32, integers)
     size = None if num_queries_per_block is None else _count("num_queries_per_block", num_queries_per_block)
+    # Keys of 8 bits are converted anew for each 16 rows (evidence: decode/narrow-keys).
+    short = _BLOCK if queries.dtype == pages.dtype else max(1, _BLOCK // (queries.shape[1] // (pages.shape[2] // 2)))
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
@@ -102,7 +105,7 @@ def ragged_paged_attention(
         sequences = Sequences.of(lengths, starts, count[0])
         problem_of = functools.partial(_problem_of, queries, pages, table, **known)
         out = jnp.zeros_like(queries)
-        for blocks in _cut(queries.shape[0], sequences, size):
+        for blocks in _cut(queries.shape[0], sequences, size, short):
             of_blocks, _ = attention.run(*problem_of(blocks), implementation)
             rows = jnp.take(of_blocks.reshape(-1, *queries.shape[1:]), blocks.row, axis=0, mode="clip")
             out = jnp.where((blocks.row >= 0)[:, None, None], rows, out)
@@ -112,17 +115,17 @@ def ragged_paged_attention(
     return scales.times(out, of_values)
 
 
-def _cut(tokens, sequences, size):
-    """Returns blocks that have all queries: those of `size`; if it is None, long ones and the rest in short ones."""
+def _cut(tokens, sequences, size, short):
+    """Returns blocks that have all queries: those of `size`; if it is None, long ones and the rest in `short` ones."""
     count = sequences.queries.shape[0]
-    most = tokens // (size or _BLOCK) + count
+    most = tokens // (size or short) + count
     is_known = isinstance(most, int)  # symbolic sizes do not compare
     most = min(tokens, most) if is_known else most
     if size is not None or not is_known or tokens < _LONG_BLOCK:
-        return (Blocks.of(sequences, size or _BLOCK, tokens, most),)
+        return (Blocks.of(sequences, size or short, tokens, most),)
     long, rest = sequences.cut(_LONG_BLOCK)
-    most = min(most, count * (_LONG_BLOCK // _BLOCK))
-    return Blocks.of(long, _LONG_BLOCK, tokens, tokens // _LONG_BLOCK), Blocks.of(rest, _BLOCK, tokens, most)
+    most = min(most, count * -(-(_LONG_BLOCK - 1) // short))
+    return Blocks.of(long, _LONG_BLOCK, tokens, tokens // _LONG_BLOCK), Blocks.of(rest, short, tokens, most)
 
 
 def _problem_of(queries, pages, table, blocks, **known):
