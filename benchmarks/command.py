@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import measure, row_file
+from benchmarks import machine, measure, row_file
 from benchmarks.implementations import Implementation, available, parse
 from benchmarks.rows import Row, read
 
@@ -67,6 +67,14 @@ def add_sampling(parser: argparse.ArgumentParser, rounds: int, target_ms: float)
     add = parser.add_argument
     add("--rounds", type=positive, default=rounds, help="samples of each program (default: %(default)s)")
     add("--target-ms", type=not_negative, default=target_ms, help="shortest length of a sample (default: %(default)s)")
+
+
+def add_rows(parser: argparse.ArgumentParser, rounds: int, out: str) -> None:
+    """How often each program is timed, and where the rows go, of benchmarks with a table of their own."""
+    add = parser.add_argument
+    add("--rounds", type=positive, default=rounds)
+    add("--commit", help="recorded where this is no git repository")
+    add("--out", type=Path, default=row_file.RESULTS / machine.folder() / f"{out}.jsonl")
 
 
 def add_run(parser: argparse.ArgumentParser, budget_s: float, threads: int, out: str) -> None:

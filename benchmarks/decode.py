@@ -13,24 +13,21 @@ with the same cache in float8. Latent attention (MLA) computes more for each byt
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import command, machine, processes, row_file, turns
+from benchmarks import command, processes, turns
 from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
 from benchmarks.measure import error_text
-from benchmarks.rows import Row
+from benchmarks.rows import Row, common
 
 MEMORY_BYTES_PER_S = 4.8e12  # of an H200
 _IMPLEMENTATIONS = "pallas_fa:None", "jax.nn:cudnn", "jax.nn:xla", "dew_flash_attn:fa3"
@@ -178,25 +175,12 @@ def timed(prepared: Prepared, rounds: int) -> list[Row]:
 
 def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = None) -> Iterator[Row]:
     """Compiles what the command line asks for, then times it, and makes the rows. `take_turn` waits for the turn to time."""
-    about: dict[str, Any] = dict(
-        suite="decode",
-        run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=machine.device_kind(),
-        versions=machine.versions(),
-        commit=args.commit,
-    )
+    about = common("decode", args.commit)
     candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
     prepared = [prepare(name, candidates, about) for name in args.rows]
     (take_turn or functools.partial(turns.take, args.turn))()
     rates = memory_rates()
     yield from (row | rates for each in prepared for row in timed(each, args.rounds))
-
-
-def _part(argv, names, take_turn):
-    """The rows of the steps `names`, in a process of their own."""
-    args = arguments(argv)
-    args.rows = names
-    return list(measured(args, take_turn))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -228,9 +212,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME")
     command.add_implementations(parser)
     parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
-    parser.add_argument("--rounds", type=command.positive, default=7)
-    parser.add_argument("--commit", default=machine.commit())
-    parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "decode.jsonl")
+    command.add_rows(parser, rounds=7, out="decode")
     turns.add_turn(parser)
     processes.add_processes(parser)
     return parser.parse_args(argv)
@@ -238,10 +220,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    produced = measured(args)
-    if args.processes > 1:
-        take_turn = functools.partial(turns.take, args.turn)
-        produced = processes.measured(_part, argv or sys.argv[1:], args.rows, args.processes, take_turn)
+    produced = processes.shared_out(args, argv, measured, arguments, "rows")
     command.carry_out(produced, args.out, table, plot=False)
 
 

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks import command, machine, row_file
+from benchmarks import command, machine
 from benchmarks.implementations import Implementation
 from benchmarks.measure import error_text
-from benchmarks.rows import Row
+from benchmarks.rows import Row, common
 from models.decoder import Decoder
 from models.gpt import GPT, SIZES, Cache, GPTConfig
 from models.sample import Sampling
@@ -139,24 +137,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=command.positive, help="tokens of each prompt (default: half the context)")
     parser.add_argument("--tokens", type=command.positive, help="drawn after each prompt (default: half the context)")
     command.add_implementations(parser)
-    parser.add_argument("--rounds", type=command.positive, default=5)
-    parser.add_argument("--commit", default=machine.commit())
-    parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "generation.jsonl")
+    command.add_rows(parser, rounds=5, out="generation")
     args = parser.parse_args(argv)
     config = dataclasses.replace(SIZES[args.size], dtype=jax.numpy.dtype(args.dtype))
     half = config.context // 2
     length, count = args.prompt or half, (args.tokens or half) + 1  # the first comes with the reading of the prompt
     if length > config.context:
         parser.error(f"argument --prompt: {length}: the context of --size {args.size} is {config.context} tokens")
-    about: dict[str, Any] = dict(
-        suite="generation",
-        size=args.size,
-        dtype=args.dtype,
-        run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=machine.device_kind(),
-        versions=machine.versions(),
-        commit=args.commit,
-    )
+    about = common("generation", args.commit) | dict(size=args.size, dtype=args.dtype)
     candidates = command.implementations(args, _IMPLEMENTATIONS)
     produced = (
         about | row for batch in args.batches for row in measure(config, candidates, batch, length, count, args.rounds)

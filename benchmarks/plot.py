@@ -19,12 +19,8 @@ from benchmarks.rows import Row, has_time
 _LINE = 32  # bars side by side, of several panels
 _MOST = 60  # bars of a panel that has a line for itself
 _WORDS = {False: 20, True: 12}  # characters in a line of a group's label, by whether the panel has a line for itself
-_TABLES = (
-    "decode",
-    "generation",
-    "compiled",
-    "ragged",
-)  # with which the names of files begin whose rows are tables alone
+# With which the names of files begin whose rows are tables alone.
+_TABLES = ("decode", "generation", "compiled", "ragged")
 _DIRECTIONS = {"fwdbwd": "forward and backward"}
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from benchmarks import command, progress
 from benchmarks.rows import Row
+from benchmarks.turns import take
 
 # argv, the names of workloads, a function that waits for the turn and returns the end (of time.monotonic) -> rows
 Part = Callable[[Sequence[str], Sequence[str], Callable[[], float]], list[Row]]
@@ -77,6 +79,31 @@ def _rows(part, argv, names):
         _turns[0].give()
 
 
+def shared_out(
+    args: argparse.Namespace,
+    argv: Sequence[str] | None,
+    measured: Callable[..., Iterator[Row]],
+    arguments: Callable[[Sequence[str]], argparse.Namespace],
+    names: str,
+    seconds: float = math.inf,
+) -> Iterator[Row]:
+    """The rows of `measured(args)`, by as many processes as `args` says.
+
+    Each calls measured(args, take_turn), with its own part of the workloads in the field `names` of `arguments(argv)`.
+    """
+    if args.processes == 1:
+        return measured(args)
+    part = functools.partial(_part, measured, arguments, names)
+    take_turn = functools.partial(take, args.turn)
+    return in_processes(part, argv or sys.argv[1:], getattr(args, names), args.processes, take_turn, seconds)
+
+
+def _part(measured, arguments, field, argv, names, take_turn):
+    args = arguments(argv)
+    setattr(args, field, names)
+    return list(measured(args, take_turn))
+
+
 def divide(names: Sequence[str], processes: int) -> list[list[str]]:
     """Returns `names`, in their order, as at most `processes` lists of nearly equal lengths."""
     processes = min(processes, len(names))
@@ -84,7 +111,7 @@ def divide(names: Sequence[str], processes: int) -> list[list[str]]:
     return [list(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def measured(
+def in_processes(
     part: Part,
     argv: Sequence[str],
     names: Sequence[str],

@@ -9,13 +9,10 @@ the default stand blocks of 16 queries alone, and XLA.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,9 +21,9 @@ import numpy as np
 from jax import lax
 
 import pallas_fa
-from benchmarks import command, machine, processes, row_file, turns
+from benchmarks import command, processes, turns
 from benchmarks.measure import error_text
-from benchmarks.rows import Row
+from benchmarks.rows import Row, common
 
 _LABELS: dict[str, dict[str, Any]] = {
     "pallas_fa:None": {},
@@ -96,13 +93,7 @@ def repeated(fn: Callable[..., Any], repeats: int) -> Callable[..., Any]:
 
 def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = None) -> Iterator[Row]:
     """Compiles what the command line asks for, then times it, and makes the rows. `take_turn` waits for the turn to time."""
-    about: dict[str, Any] = dict(
-        suite="ragged",
-        run=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=machine.device_kind(),
-        versions=machine.versions(),
-        commit=args.commit,
-    )
+    about = common("ragged", args.commit)
     rows, programs = {}, {}
     for name in args.batches:
         batch = BATCHES[name]
@@ -133,13 +124,6 @@ def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = N
     yield from rows.values()
 
 
-def _part(argv, names, take_turn):
-    """The rows of the batches `names`, in a process of their own."""
-    args = arguments(argv)
-    args.batches = names
-    return list(measured(args, take_turn))
-
-
 def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
     told = lambda row: (
@@ -154,9 +138,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.ragged", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES), metavar="NAME")
-    parser.add_argument("--rounds", type=command.positive, default=7)
-    parser.add_argument("--commit", default=machine.commit())
-    parser.add_argument("--out", type=Path, default=row_file.RESULTS / machine.folder() / "ragged.jsonl")
+    command.add_rows(parser, rounds=7, out="ragged")
     turns.add_turn(parser)
     processes.add_processes(parser)
     return parser.parse_args(argv)
@@ -164,10 +146,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    produced = measured(args)
-    if args.processes > 1:
-        take_turn = functools.partial(turns.take, args.turn)
-        produced = processes.measured(_part, argv or sys.argv[1:], args.batches, args.processes, take_turn)
+    produced = processes.shared_out(args, argv, measured, arguments, "batches")
     command.carry_out(produced, args.out, table, plot=False)
 
 

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,7 +44,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     processes.add_processes(parser)
     args = parser.parse_args(argv)
     known = [w.name for w in suites()[args.suite].workloads]
-    if unknown := [name for name in args.workloads or () if name not in known]:
+    args.workloads = list(dict.fromkeys(args.workloads or known))
+    if unknown := [name for name in args.workloads if name not in known]:
         parser.error(f"argument --workloads: {unknown}: the suite {args.suite} has {', '.join(known)}")
     args.implementations = command.implementations(args, suites()[args.suite].implementations)
     names = [i.name for i in args.implementations]
@@ -161,7 +161,7 @@ def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = N
     suite = suites()[args.suite]
     workloads = {w.name: w for w in suite.workloads}
     repeats = {"repeats": _repeats} if suite.chained else {}
-    chosen = [workloads[name] for name in _names(args)]
+    chosen = [workloads[name] for name in args.workloads]
     groups = programs_of(chosen, args.directions or suite.directions, args.implementations, **repeats)
     common = rows.common(args.suite, args.commit) | {"compile_threads": args.compile_threads}
     programs = [program for group in groups for program in group]
@@ -172,26 +172,10 @@ def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = N
         yield from runner.all(groups)
 
 
-def _names(args):
-    """The workloads that the command line asks for."""
-    return list(dict.fromkeys(args.workloads or (w.name for w in suites()[args.suite].workloads)))
-
-
-def _part(argv, names, take_turn):
-    """The rows of the workloads `names`, in a process of their own."""
-    args = arguments(argv)
-    args.workloads = names
-    return list(measured(args, take_turn))
-
-
 def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     """Runs the command line; returns the rows."""
     args = arguments(argv)
-    produced = measured(args)
-    if args.processes > 1:
-        take_turn = functools.partial(turns.take, args.turn)
-        among = argv or sys.argv[1:], _names(args), args.processes
-        produced = processes.measured(_part, *among, take_turn, args.budget_seconds)
+    produced = processes.shared_out(args, argv, measured, arguments, "workloads", args.budget_seconds)
     out = args.out or row_file.RESULTS / machine.folder() / f"{args.suite}.jsonl"
     table = functools.partial(rows.table, baseline=args.baseline or suites()[args.suite].baseline)
     if not suites()[args.suite].gate:

@@ -120,12 +120,12 @@ def test_rows_of_blocks_of_8_bits_are_few(heads, blocks, rng, monkeypatch):
     sizes = []
     of = Blocks.of
     monkeypatch.setattr(Blocks, "of", lambda x, size, *rest: sizes.append(size) or of(x, size, *rest))
-    q, pages, _, table, *_ = given = arguments(rng, LONG_BATCHES["one block"], tokens=512, pages=180)
+    q, pages, *rest = arguments(rng, LONG_BATCHES["one block"], tokens=512, pages=180)
     q, narrow = jnp.tile(q, (1, heads // 2, 1))[:, :heads], jnp.nan_to_num(pages).astype(jnp.float8_e4m3fn)
-    got = ragged_paged_attention(q, narrow, *given[2:])
+    got = ragged_paged_attention(q, narrow, *rest)
     assert sizes == [128, blocks]
     own = slice(0, 127)
-    want = ragged_paged_attention(q, narrow.astype(q.dtype), *given[2:])
+    want = ragged_paged_attention(q, narrow.astype(q.dtype), *rest)
     np.testing.assert_allclose(got[own], want[own], atol=2e-6)
 
 

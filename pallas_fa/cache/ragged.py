@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_fa import attention, masks
+from pallas_fa import masks
 from pallas_fa.arguments.arrays import float_array
 from pallas_fa.arguments.shapes import dtypes_fit
+from pallas_fa.attention import attend
 from pallas_fa.cache import scales
 from pallas_fa.cache.ragged_blocks import Blocks, Sequences
 from pallas_fa.operands.offsets import as_int32, int_array
 from pallas_fa.operands.pages import Paged
 from pallas_fa.operands.pytree import as_count, is_array, is_finite, is_static_number
-from pallas_fa.problem import normalise
 from pallas_fa.scores.soft_cap import check_cap
 from pallas_fa.sharding.explicit_axes import keeping_shardings
 
@@ -98,15 +98,17 @@ def ragged_paged_attention(
     soft_cap = None if soft_cap is None else check_cap("soft_cap", soft_cap, "Use None")
     if not queries.shape[0]:
         return queries
-    known = dict(mask=mask, scale=scale, logits_soft_cap=soft_cap)
+    attend_blocks = functools.partial(
+        attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
+    )
 
     @keeping_shardings
     def run(queries, pages, lengths, table, starts, count):
         sequences = Sequences.of(lengths, starts, count[0])
-        problem_of = functools.partial(_problem_of, queries, pages, table, **known)
         out = jnp.zeros_like(queries)
         for blocks in _cut(queries.shape[0], sequences, size, short):
-            of_blocks, _ = attention.run(*problem_of(blocks), implementation)
+            keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
+            of_blocks, _ = attend_blocks(blocks.of_tokens(queries), keys, values, key_value_seq_lengths=blocks.keys)
             rows = jnp.take(of_blocks.reshape(-1, *queries.shape[1:]), blocks.row, axis=0, mode="clip")
             out = jnp.where((blocks.row >= 0)[:, None, None], rows, out)
         return out
@@ -126,12 +128,6 @@ def _cut(tokens, sequences, size, short):
     long, rest = sequences.cut(_LONG_BLOCK)
     most = min(most, count * -(-(_LONG_BLOCK - 1) // short))
     return Blocks.of(long, _LONG_BLOCK, tokens, tokens // _LONG_BLOCK), Blocks.of(rest, short, tokens, most)
-
-
-def _problem_of(queries, pages, table, blocks, **known):
-    """Returns the problem whose batch entries are `blocks`, and its operands."""
-    keys, values = (Paged(pages, table[blocks.sequence], interleaved=i) for i in (0, 1))
-    return normalise(blocks.of_tokens(queries), keys, values, key_value_seq_lengths=blocks.keys, **known)
 
 
 def _check(q, pages, lengths, table, starts, count):

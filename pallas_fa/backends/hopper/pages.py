@@ -3,6 +3,7 @@
 Evidence: decode/boxes-of-pages.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu.page_numbers import page_numbers
+from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.tiles import OfChunk, Tiles, of_chunk
 from pallas_fa.operands.pages import Paged
 
@@ -27,12 +30,23 @@ def why_not(pages: Paged, block_kv: int) -> str | None:
     return f"pages of {size} rows; it loads pages of 16, 32 or a multiple of 64"
 
 
+def fitting(pages: Paged | None, configs: Sequence[ForwardConfig]) -> Sequence[ForwardConfig]:
+    """Returns those tiles whose key blocks are made of whole boxes; all if none are, so that a caller can say why."""
+    return configs if pages is None else [c for c in configs if why_not(pages, c.block_kv) is None] or configs
+
+
+def places(pages: Paged, table: Any, b: Any, rows: Any) -> list[tuple[Any, Any]]:
+    """Returns where `rows` of a sequence, a `pl.ds`, lie in device memory: (page, rows of it) for each box."""
+    box = rows.size // boxes(pages, rows.size)
+    first = lax.rem(rows.start, jnp.int32(pages.size)) if pages.size > box else 0
+    return [(page, pl.ds(first, box)) for page in page_numbers(pages, table, b, rows.start, rows.size, box)]
+
+
 def load(
     tiles: Tiles,
     pages: Paged,
     gmem: Any,
-    at: list[Any],
-    rows: Any,
+    at: list[tuple[Any, Any]],
     head: Any,
     copied: Any,
     barrier: Any | OfChunk,
@@ -44,17 +58,15 @@ def load(
       tiles: those of the operand.
       pages: how its pages lie in memory.
       gmem: the pages.
-      at: their `page_numbers`.
-      rows: of the sequence, a `pl.ds`.
+      at: the `places` of the tile's rows.
       head: of the pages.
       copied: TMA's view of the tile.
       barrier: announces the tile, or that of each chunk.
       column_part: which part of the columns, where CTAs share them.
     """
-    box = rows.size // len(at)
-    first = lax.rem(rows.start, jnp.int32(pages.size)) if pages.size > box else 0
-    for i, page in enumerate(at):
+    for i, (page, rows) in enumerate(at):
+        box = rows.size
         for chunk in range(tiles.chunks):
-            place = page, pl.ds(first, box), head, tiles.columns(chunk, column_part)
+            place = page, rows, head, tiles.columns(chunk, column_part)
             place = place if pages.layout == "PSKH" else (head, page, *place[1::2])
             plgpu.copy_gmem_to_smem(gmem.at[place], copied.at[chunk, pl.ds(i * box, box)], of_chunk(barrier)(chunk))

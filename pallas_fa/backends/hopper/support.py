@@ -88,15 +88,19 @@ def _pages_reason(problem, gpu):
     if problem.pages is None:
         return None
     from pallas_fa.backends.hopper import pages
-    from pallas_fa.backends.hopper.decode import choose as decode
-    from pallas_fa.backends.hopper.forward import choose as forward
 
     if products.parts_of(problem) > 1:
         return f"{problem.dtype} keys in pages, which would be split into parts"
     if problem.mask is not None and problem.mask.has_blocks:
         return "a block mask and keys in pages"
-    plan = (decode if decode.applies(problem) else forward).choose(problem, gpu)
-    return pages.why_not(problem.pages, plan.config.block_kv)
+    return pages.why_not(problem.pages, _plan(problem, gpu).config.block_kv)
+
+
+def _plan(problem, gpu):
+    from pallas_fa.backends.hopper.decode import choose as decode
+    from pallas_fa.backends.hopper.forward import choose as forward
+
+    return (decode if decode.applies(problem) else forward).choose(problem, gpu)
 
 
 def _config_reason(problem):
@@ -124,8 +128,7 @@ def _config_reason(problem):
 
 def _rows_reason(problem):
     """Of few queries, whose functions are evaluated by rows."""
-    from pallas_fa.backends.gpu.few_queries import as_kernel_sees
-    from pallas_fa.backends.hopper.decode.choose import applies
+    from pallas_fa.backends.gpu.few_queries import applies, as_kernel_sees
 
     rows = as_kernel_sees(problem) if applies(problem) else problem
     return None if rows is problem else why_not_functions(rows)
@@ -138,14 +141,12 @@ def _arrays_reason(problem, gpu):
         return None
     from pallas_fa.backends.gpu.arrays import KernelArrays
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
-    from pallas_fa.backends.hopper.decode import choose as decode
-    from pallas_fa.backends.hopper.forward import choose as forward
     from pallas_fa.backends.hopper.forward.scratch import on_gpu
 
     reasons = (array.why_not() for array in KernelArrays.of(problem.score, problem.mask, problem.dims))
     if reason := next((reason for reason in reasons if reason), None):
         return reason
-    needed = on_gpu((decode if decode.applies(problem) else forward).choose(problem, gpu))
+    needed = on_gpu(_plan(problem, gpu))
     if fits(needed, gpu):
         return None
     return (

@@ -42,9 +42,7 @@ def applies(problem: Problem) -> bool:
     alone, shared = (-(-T // _BLOCK) * heads for T, heads in ((dims.T, group), (dims.T * group, 1)))
     if dims.S < _LEAST_KEYS * dims.T or shared > _TILES_LEFT * alone or products.parts_of(problem) > 1:
         return False
-    leaves = jax.tree.leaves((problem.score, problem.mask))
-    is_blocked = problem.mask is not None and problem.mask.has_blocks
-    if is_blocked or any(len(x.shape) != 4 or x.shape[1:3] != (1, 1) for x in leaves):
+    if any(x.shape[1:3] != (1, 1) for x in jax.tree.leaves((problem.score, problem.mask))):
         return False
     return few_queries.group_of(problem) > 1 and why_not_functions(as_kernel_sees(problem)) is None
 
@@ -57,9 +55,7 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     if named:
         return plan_of(named)
     tiles = _TILES if rows.dims.T <= 64 or few_queries.applies(problem) else _TILES_OF_MORE
-    if problem.pages is not None:
-        tiles = [x for x in tiles if pages.why_not(problem.pages, x.block_kv) is None] or tiles
-    plans = [plan_of(x) for x in tiles]
+    plans = [plan_of(x) for x in pages.fitting(problem.pages, tiles)]
     split = [
         dataclasses.replace(p, config=dataclasses.replace(p.config, kv_splits=fastest_splits(p, gpu))) for p in plans
     ]

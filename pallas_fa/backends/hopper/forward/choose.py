@@ -22,9 +22,8 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
-    if problem.pages is not None:
-        configs = [x for x in configs if pages.why_not(problem.pages, x.block_kv) is None] or configs
-    plan = first_that_fits([_plan(problem, config, interpret) for config in configs], on_gpu, gpu)
+    plans = [_plan(problem, config, interpret) for config in pages.fitting(problem.pages, configs)]
+    plan = first_that_fits(plans, on_gpu, gpu)
     return plan if named else with_split_heads(plan, gpu)
 
 

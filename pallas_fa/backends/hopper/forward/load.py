@@ -7,7 +7,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.page_numbers import page_numbers
 from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -53,7 +52,7 @@ class Load:
         return step, lax.rem(step, self.plan.config.stages)
 
     def _rows_of_keys(self, steps, i):
-        """Returns (rows of the key block of step i, their pages)."""
+        """Returns (rows of the key block of step i, where they lie in pages)."""
         block_kv = self.plan.config.block_kv
         keys = pl.ds(self.block.s0 + steps.key_block(i) * block_kv, block_kv)
         return keys, self._pages(keys)  # before the wait, so that it hides the latency of the table
@@ -95,12 +94,9 @@ class Load:
         pl.when(i > 0)(lambda: load_v(scratch["v_ready"].at[slot]))
 
     def _pages(self, rows):
-        """Returns the pages of these rows; None where keys and values are arrays."""
+        """Returns where these rows lie in pages; None where keys and values are arrays."""
         held = self.plan.problem.pages
-        if held is None:
-            return None
-        box = rows.size // self.plan.boxes
-        return page_numbers(held, self.gmem.page_table, self.block.b, rows.start, rows.size, box)
+        return None if held is None else pages.places(held, self.gmem.page_table, self.block.b, rows)
 
     def _keys_or_values(self, name, rows, at, slot, ready):
         tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
@@ -115,7 +111,7 @@ class Load:
             tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part)
             return
         head = self.kv_head if held.interleaved is None else 2 * self.kv_head + int(name == "v")
-        pages.load(tiles, held, gmem, at, rows, head, smem, ready, column_part)
+        pages.load(tiles, held, gmem, at, head, smem, ready, column_part)
 
     def _queries(self):
         plan, block = self.plan, self.block

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.page_numbers import page_numbers
+from pallas_fa.backends.hopper import pages
 from pallas_fa.backends.hopper.mla.plan import HV, KEYS, PIECES, ROWS, H, MlaPlan
 from pallas_fa.backends.hopper.mla.work import Work
 
@@ -34,22 +32,13 @@ def load(plan: MlaPlan, work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
 
 def _places(plan, work, gmem, key_block):
     """Returns where the rows of a key block lie in device memory: (sequence, rows), or a (page, rows) for each box."""
-    first, held = key_block * KEYS, plan.problem.pages
-    if held is None:
-        return [(work.b, pl.ds(first, KEYS))]
-    box = KEYS // plan.boxes
-    of_page = lax.rem(first, jnp.int32(held.size)) if held.size > box else 0
-    numbers = page_numbers(held, gmem.page_table, work.b, first, KEYS, box)
-    return [(page, pl.ds(of_page, box)) for page in numbers]
+    rows, held = pl.ds(key_block * KEYS, KEYS), plan.problem.pages
+    return [(work.b, rows)] if held is None else pages.places(held, gmem.page_table, work.b, rows)
 
 
 def _load_piece(gmem, scratch, name, slot, places):
-    (start, size), box = PIECES[name], KEYS // len(places)
+    start, size = PIECES[name]
     for i, (entry, rows) in enumerate(places):
         source = gmem.cache.at[entry, rows, pl.ds(start, size)]
-        target = (
-            scratch[f"{name}_smem"].at[slot, pl.ds(i * box, box)]
-            if len(places) > 1
-            else scratch[f"{name}_smem"].at[slot]
-        )
+        target = scratch[f"{name}_smem"].at[slot, pl.ds(i * rows.size, rows.size)]
         plgpu.copy_gmem_to_smem(source, target, scratch[f"{name}_ready"].at[slot])
