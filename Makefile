@@ -12,8 +12,8 @@ ARGS :=
 test test-full smoke newest coverage: export OMP_NUM_THREADS = 1
 test test-full smoke newest coverage: export OPENBLAS_NUM_THREADS = 1
 # Most programs of the tests run once: compiling them without optimization, by the emitters that don't go through MLIR, and
-# in one piece takes a sixth of the time. `make test-full` compiles as users do.
-test: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
+# in one piece takes a sixth of the time. `make smoke` and `make newest` compile as users do.
+test test-full: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters $(XLA_FLAGS)
 
 .DEFAULT_GOAL := help
