@@ -4,20 +4,19 @@ The interpreter cannot add to device memory, so there every block keeps its part
 reruns on a GPU.
 """
 
-import contextlib
 import dataclasses
-import io
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.backward.backward import backward, why_no_backward
 from pallas_fa.backends.hopper.config import BackwardConfig, Config
 from pallas_fa.backends.xla import attention as xla
 from pallas_fa.problem import Residuals, normalise
+from tests import interpreter
 from tests.cases import Case
 
 BASE = Case(113, 203, dtype="bfloat16", N=2, K=1, H=64, Hv=64, batch=(1,))
@@ -199,25 +198,19 @@ def problem_of(case, keywords, qkv=None):
 
 def interpreted(problem, operands, out, lse, d_out, d_lse, gpu=GPU, backward=backward):
     """The gradients, and whether races were found."""
-    # Its only door is private: pallas has no public name for what the race detector found.
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
-
-    parameters = plgpu.InterpretGPUParams(detect_races=True)
-    with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = backward(problem, Residuals(operands, out, lse), d_out, d_lse, gpu, interpret=True)
-        results = jax.block_until_ready(results)
-        return results, gpu_callbacks.get_races().races_found
+    run = lambda residuals, *cotangents: backward(problem, residuals, *cotangents, gpu, interpret=True)
+    return interpreter.interpreted(run, Residuals(operands, out, lse), d_out, d_lse)
 
 
 def residuals_of(case, problem, operands):
     """(out, lse, d_out, d_lse)"""
     inputs = case.inputs()
-    out, lse = xla.forward(problem, operands)
+    out, lse = jax.jit(functools.partial(xla.forward, problem))(operands)
     return out, lse, jnp.asarray(inputs.d_out), jnp.asarray(inputs.d_lse)
 
 
 def xla_gradients(problem, operands, out, lse, d_out, d_lse):
-    return xla.backward(problem, Residuals(operands, out, lse), d_out, d_lse)
+    return jax.jit(functools.partial(xla.backward, problem))(Residuals(operands, out, lse), d_out, d_lse)
 
 
 def as_float32(tree):

@@ -1,13 +1,11 @@
 """The forward kernel's own body in JAX's GPU interpreter: right results and no data race, without a GPU."""
 
-import contextlib
 import dataclasses
-import io
+import functools
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa import masks
 from pallas_fa.backends import reference
@@ -17,7 +15,7 @@ from pallas_fa.backends.hopper.forward import forward
 from pallas_fa.backends.hopper.forward import load as forward_load
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.problem import normalise
-from tests import missing_wait
+from tests import interpreter, missing_wait
 from tests.cases import Case
 
 TWO, THREE = (Config(forward=ForwardConfig(compute_wgs=wgs, block_kv=64)) for wgs in (2, 3))
@@ -168,20 +166,15 @@ SPLIT_HEADS = {
 
 def interpreted(problem, operands, kernel=forward.forward):
     """(out, lse), whether races were found."""
-    # Its only door is private: pallas has no public name for what the race detector found.
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
-
-    parameters = plgpu.InterpretGPUParams(detect_races=True)
-    with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters):
-        results = jax.block_until_ready(kernel(problem, operands, Gpu.visible(), interpret=True))
-        return results, gpu_callbacks.get_races().races_found
+    return interpreter.interpreted(lambda operands: kernel(problem, operands, Gpu.visible(), interpret=True), operands)
 
 
 def assert_right_and_free_of_races(problem, operands, kernel=forward.forward):
     (out, lse), races = interpreted(problem, operands, kernel)
     assert not races
     out = np.asarray(out, np.float32)
-    true_out, true_lse = (np.asarray(x, np.float32) for x in reference.attention(problem, operands))
+    truth = jax.jit(functools.partial(reference.attention, problem))(operands)
+    true_out, true_lse = (np.asarray(x, np.float32) for x in truth)
     # One rounding of p and one of the result, to bfloat16.
     np.testing.assert_allclose(out, true_out, rtol=2e-2, atol=2e-2)
     assert np.linalg.norm(out - true_out) < 4e-3 * np.linalg.norm(true_out)

@@ -21,6 +21,7 @@ from tests import (
     partitioned_calls,
     test_kernel_interpreted,
 )
+from tests.cases import TABLE
 from tests.lowering import kernels
 from tests.partitioned_calls import shared as shared
 from tests.test_sharding import close
@@ -43,7 +44,7 @@ def of_btnh(attention):
     return run
 
 
-@pytest.mark.parametrize("case", layers.of_table())
+@pytest.mark.parametrize("case", sorted(layers.representatives(TABLE), key=str), ids=str)
 def test_table(case, check, small_chunks):
     check(case, "xla", gradients=True, layout="BNTH")
     check(case, "reference", gradients=case.dtype in accuracy.RELATIVE, layout="BNTH")

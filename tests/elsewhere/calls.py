@@ -1,4 +1,4 @@
-"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked, too.
+"""What is compiled: every configuration of the tables of tiles that fits the GPU, causal; the best ones unmasked.
 
 Those by mma.sync for few queries are compiled with lengths; the best ones for keys in pages, too, which `Call.causal` says.
 """
@@ -62,14 +62,16 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
 
 
-def calls(gpu: Gpu) -> Iterator[Call]:
+def calls(gpu: Gpu, only_best: bool = False) -> Iterator[Call]:
     """Returns all calls for a GPU: those by mma.sync, and Hopper's where it is one."""
-    for head_dim, causal in itertools.product((64, 96, 128, 256, 512), (False, True)):
+    are_best = (True,) if only_best else (True, False)
+    for head_dim, best in itertools.product((64, 96, 128, 256, 512), are_best):
+        causal = not best
         if head_dim <= LARGEST_HEAD_DIM and head_dim != 96:  # which kernels by mma.sync pad to 128
             yield from _mma(gpu, head_dim, causal)
-            yield from _mma_decode(gpu, head_dim, causal, jnp.bfloat16)
+            yield from _mma_decode(gpu, head_dim, best, jnp.bfloat16)
             if narrow_keys.converts(gpu):
-                yield from _mma_decode(gpu, head_dim, causal, jnp.float8_e4m3fn)
+                yield from _mma_decode(gpu, head_dim, best, jnp.float8_e4m3fn)
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
             if causal:
@@ -82,8 +84,8 @@ def calls(gpu: Gpu) -> Iterator[Call]:
                 yield from _hopper_long(gpu, head_dim, causal)
     if gpu.compute_capability == "9.0":
         yield _hopper_latent(gpu)
-        for causal in (False, True):
-            yield from _hopper_smaller_values(gpu, causal)
+        for best in are_best:
+            yield from _hopper_smaller_values(gpu, not best)
 
 
 def _arrays(head_dim):

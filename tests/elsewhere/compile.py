@@ -1,6 +1,6 @@
 """Compiles all calls for one GPU, and prints what their kernels need: a line of JSON each.
 
-usage: python -m tests.elsewhere.compile ARCHITECTURE      started by `tests/test_compiled.py`, with a stand-in driver
+usage: python -m tests.elsewhere.compile ARCHITECTURE all|best  started by `tests/test_compiled.py`, with a stand-in driver
 
 Mosaic GPU prints what it is asked for to standard output. Asked to write files, it writes all that it has, and making texts
 of layouts and passes takes longer than compiling.
@@ -68,15 +68,15 @@ def compiled(call: Call, device: Any) -> list[dict[str, Any]]:
     return found
 
 
-def main(architecture: str) -> None:
-    """Compiles all calls."""
+def main(architecture: str, which: str) -> None:
+    """Compiles all calls, or those of the best tiles alone."""
     target = TARGETS[architecture]
     device = target.device()
-    for call in calls(target.gpu):
+    for call in calls(target.gpu, only_best={"all": False, "best": True}[which]):
         what = {"kernel": call.kernel, "H": call.head_dim, "causal": call.causal, "tiles": str(call.tiles)}
         for kernel in compiled(call, device):
             print(json.dumps(what | kernel), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,9 +8,13 @@ from typing import Any
 from tests.elsewhere.targets import TARGETS
 
 
-def kernels(architecture: str, variables: dict[str, str]) -> list[dict[str, Any]]:
-    """Compiles them; `variables` are those of `environment`. Raises RuntimeError where one fails."""
-    return lines_of("tests.elsewhere.compile", variables | {"COMPILE_FOR": TARGETS[architecture].number}, architecture)
+def kernels(architecture: str, variables: dict[str, str], only_best: bool = False) -> list[dict[str, Any]]:
+    """Compiles them, or those of the best tiles alone; `variables` are those of `environment`.
+
+    Raises RuntimeError where one fails.
+    """
+    variables = variables | {"COMPILE_FOR": TARGETS[architecture].number}
+    return lines_of("tests.elsewhere.compile", variables, architecture, "best" if only_best else "all")
 
 
 def lines_of(module: str, variables: dict[str, str], *arguments: str) -> list[Any]:
