@@ -294,7 +294,7 @@ class Compute:
     def _zero_padding(self, slot):
         """Zeroes the values past the key length in the first key block, then announces the block."""
         plan, v = self.plan, self.values[0][1].at[slot]  # zeroed values are in one part
-        plgpu.barrier_wait(self.scratch["v_loaded"])
+        plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
         _, mask = plan.arrays.with_scalars(self.logits.scalars())
         length = lengths_of(mask).kv_lengths
         start = self.steps.last * plan.config.block_kv

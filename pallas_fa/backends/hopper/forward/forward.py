@@ -23,7 +23,7 @@ from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import partial_results
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
-from pallas_fa.backends.hopper.forward.load import Load, drain
+from pallas_fa.backends.hopper.forward.load import load
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import by_name, ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
@@ -131,5 +131,4 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     @pl.when(wg == plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
-        counts = for_blocks(plan, lambda block: Load(plan, block, gmem, scratch).run())
-        drain(plan, *counts, scratch)
+        load(plan, gmem, scratch)

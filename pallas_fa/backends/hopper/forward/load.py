@@ -1,4 +1,4 @@
-"""The load warpgroup of the forward kernel: queries once for a block, then keys, arrays and values of every step."""
+"""The load warpgroup of the forward kernel: a warp for the queries, and keys and arrays of every step, and one for values."""
 
 import functools
 from typing import Any
@@ -12,113 +12,120 @@ from pallas_fa.backends.hopper.forward import work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
 
-class Load:
-    """Loads all that one query block needs."""
+def load(plan: ForwardPlan, gmem: Any, scratch: dict[str, Any]) -> None:
+    """Loads all that the CTA needs; called by the load warpgroup.
 
-    def __init__(self, plan: ForwardPlan, block: work.QueryBlock, gmem: Any, scratch: dict[str, Any]):
+    Keys need not wait for the slot of the values before, and the boxes of pages are issued by two warps (evidence:
+    decode/boxes-of-pages).
+    """
+
+    @plgpu.warp_map
+    def _(warp):
+        for number, role in enumerate((_Keys, _Values)):
+            pl.when(warp == number)(lambda role=role: role.run(plan, gmem, scratch))
+
+
+class _Load:
+    """What one warp loads for one query block."""
+
+    def __init__(self, plan: ForwardPlan, gmem: Any, scratch: dict[str, Any], block: work.QueryBlock):
         self.plan, self.block, self.gmem, self.scratch = plan, block, gmem, scratch
         self.kv_head = lax.div(block.n, plan.problem.group)
-        tiles = {"q": plan.tiles.q, "k": plan.tiles.k} | {part.name: part.tiles for part in plan.value_rows}
-        self.smem = {name: of_name.copied(scratch[f"{name}_smem"]) for name, of_name in tiles.items()}
 
-    def run(self) -> tuple[Any, Any]:
+    @classmethod
+    def run(cls, plan: ForwardPlan, gmem: Any, scratch: dict[str, Any]) -> None:
+        """Loads for all query blocks."""
+        counts = work.for_blocks(plan, lambda block: cls(plan, gmem, scratch, block).of_block())
+        cls.drain(plan, scratch, *counts)
+
+    def of_block(self) -> tuple[Any, Any]:
         """Returns (steps, steps that use streamed arrays)."""
         plan, block = self.plan, self.block
-        if not plan.several_blocks:
-            self._queries()
         steps = work.steps_of(plan, block, self.gmem)
-        if plan.wide:
-            pl.loop(0, steps.end + 1)(functools.partial(self._step_of_pieces, steps))
-        else:
-            pl.loop(0, steps.end)(functools.partial(self._step, steps))
+
+        def step(i):
+            keys = pl.ds(block.s0 + steps.key_block(i) * plan.config.block_kv, plan.config.block_kv)
+            self.of_step(steps, i, keys, self._pages(keys))  # read before any wait, which hides the table's latency
+
+        self.before_steps()
+        pl.loop(0, steps.end)(step)
         return steps.end, work.array_steps(plan, steps, steps.end)
 
-    def _step(self, steps, i):
-        keys, at = self._rows_of_keys(steps, i)
-        self._keys(i, keys, at)
-        self._arrays_of_step(steps, i, keys)
-        self._values(i, keys, at)
+    def before_steps(self) -> None:
+        """Loads what the block needs once, where its slots are free."""
 
-    def _step_of_pieces(self, steps, i):
-        """Keys of step i, before the values of the step before, which are used, and released, later than these keys."""
-        before = i - 1
-        pl.when(i < steps.end)(lambda: self._keys(i, *self._rows_of_keys(steps, i)))
-        pl.when(i > 0)(lambda: self._values(before, *self._rows_of_keys(steps, before)))
-        # After these values: what is computed before it releases arrays may wait for them.
-        pl.when(i < steps.end)(lambda: self._arrays_of_step(steps, i, self._rows_of_keys(steps, i)[0]))
+    def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
+        """Loads for step i. `keys`: those of its key block; `at`: where they lie in pages."""
+        raise NotImplementedError
+
+    @staticmethod
+    def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
+        """Waits for every completed phase of a barrier that no step waited for: each must be, before the CTA ends."""
+        raise NotImplementedError
 
     def _slot(self, i):
         step = self.block.done + i
         return step, lax.rem(step, self.plan.config.stages)
-
-    def _rows_of_keys(self, steps, i):
-        """Returns (rows of the key block of step i, where they lie in pages)."""
-        block_kv = self.plan.config.block_kv
-        keys = pl.ds(self.block.s0 + steps.key_block(i) * block_kv, block_kv)
-        return keys, self._pages(keys)  # before the wait, so that it hides the latency of the table
-
-    def _keys(self, i, keys, at):
-        plan, scratch = self.plan, self.scratch
-        step, slot = self._slot(i)
-        if plan.k_pieces == 1:
-            wait_free(plan, step, slot, scratch["k_free"])
-            self._keys_or_values("k", keys, at, slot, scratch["k_ready"].at[slot])
-        else:
-
-            @functools.cache  # a tile of several pages asks for it several times
-            def ready(piece):
-                wait_free(plan, step, slot * plan.k_pieces + piece, scratch["k_free"])
-                return scratch["k_ready"].at[slot * plan.k_pieces + piece]
-
-            self._keys_or_values("k", keys, at, slot, ready)
-        if plan.several_blocks:  # after the first keys, which need not wait for the end of the block before
-            pl.when(i == 0)(self._next_queries)
-
-    def _arrays_of_step(self, steps, i, keys):
-        plan = self.plan
-        if plan.arrays.streamed and plan.score_streams:
-            self._arrays(steps, i, keys)
-        elif plan.arrays.streamed:
-            pl.when(steps.is_boundary(i))(lambda: self._arrays(steps, i, keys))
-
-    def _values(self, i, keys, at):
-        plan, scratch = self.plan, self.scratch
-        step, slot = self._slot(i)
-        wait_free(plan, step, slot, scratch["v_free"])
-        load_v = functools.partial(self._keys_or_values, "v", keys, at, slot)
-        if not plan.zeroes_padding:
-            load_v(scratch["v_ready"].at[slot])
-            return
-        # If a key block reaches past the key length, it is the first. It is ready once its padding is zeroed.
-        pl.when(i == 0)(lambda: load_v(scratch["v_loaded"]))
-        pl.when(i > 0)(lambda: load_v(scratch["v_ready"].at[slot]))
 
     def _pages(self, rows):
         """Returns where these rows lie in pages; None where keys and values are arrays."""
         held = self.plan.problem.pages
         return None if held is None else pages.places(held, self.gmem.page_table, self.block.b, rows)
 
-    def _keys_or_values(self, name, rows, at, slot, ready):
-        tiles, gmem, smem = getattr(self.plan.tiles, name), getattr(self.gmem, name), self.smem[name].at[slot]
-        held, column_part = self.plan.problem.pages, self.block.column_part if name == "v" else 0
-        if held is None and name == "v":
-            for part in self.plan.value_rows:
-                there = pl.ds(rows.start + part.first, part.count)
-                smem = self.smem[part.name].at[slot]
-                part.tiles.load(gmem, self.block.b, there, self.kv_head, smem, ready, column_part)
-            return
-        if held is None:
-            tiles.load(gmem, self.block.b, rows, self.kv_head, smem, ready, column_part)
-            return
+    def _from_pages(self, name, tiles, at, copied, ready, column_part=0):
+        held, gmem = self.plan.problem.pages, getattr(self.gmem, name)
         head = self.kv_head if held.interleaved is None else 2 * self.kv_head + int(name == "v")
-        pages.load(tiles, held, gmem, at, head, smem, ready, column_part)
+        pages.load(tiles, held, gmem, at, head, copied, ready, column_part)
+
+
+class _Keys(_Load):
+    """The queries, then keys and arrays of every step."""
+
+    def before_steps(self) -> None:
+        if not self.plan.several_blocks:
+            self._queries()
+
+    def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
+        plan = self.plan
+        self._keys(i, keys, at)
+        if plan.several_blocks:  # after the first keys, which need not wait for the end of the block before
+            pl.when(i == 0)(self._next_queries)
+        if plan.arrays.streamed and plan.score_streams:
+            self._arrays(steps, i, keys)
+        elif plan.arrays.streamed:
+            pl.when(steps.is_boundary(i))(lambda: self._arrays(steps, i, keys))
+
+    @staticmethod
+    def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
+        _drain(plan, done, scratch["k_free"], plan.k_pieces)
+        if plan.arrays.streamed:
+            _drain(plan, arrays_done, scratch["arrays_free"])
+        if plan.several_blocks:
+            plgpu.barrier_wait(scratch["q_free"])
+
+    def _keys(self, i, keys, at):
+        plan, free, ready = self.plan, self.scratch["k_free"], self.scratch["k_ready"]
+        tiles, (step, slot) = plan.tiles.k, self._slot(i)
+        copied = tiles.copied(self.scratch["k_smem"]).at[slot]
+
+        @functools.cache  # a tile in one piece, or of several pages, asks for it several times
+        def ready_once_free(chunk):
+            barrier = slot * plan.k_pieces + (chunk if plan.k_pieces > 1 else 0)
+            wait_free(plan, step, barrier, free)
+            return ready.at[barrier]
+
+        of_chunk = ready_once_free if plan.k_pieces > 1 else ready_once_free(0)
+        if at is None:
+            tiles.load(self.gmem.k, self.block.b, keys, self.kv_head, copied, of_chunk)
+        else:
+            self._from_pages("k", tiles, at, copied, of_chunk)
 
     def _queries(self):
-        plan, block = self.plan, self.block
-        q_smem, ready = self.smem["q"], self.scratch["q_ready"]
+        plan, block, ready = self.plan, self.block, self.scratch["q_ready"]
+        copied = plan.tiles.q.copied(self.scratch["q_smem"])
         for wg in range(plan.config.compute_wgs):
             rows = self._rows(wg)
-            plan.tiles.q.load(self.gmem.q, block.b, rows, block.n, q_smem.at[wg], ready)
+            plan.tiles.q.load(self.gmem.q, block.b, rows, block.n, copied.at[wg], ready)
             for a in plan.arrays.of_kind("column"):
                 source = self.gmem.arrays[a].at[(*plan.arrays[a].index(block.b, block.n), rows)]
                 plgpu.copy_gmem_to_smem(source, self.scratch[f"array{a}_smem"].at[wg], ready)
@@ -149,17 +156,41 @@ class Load:
                 plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, *place)], smem.at[wg], ready)
 
 
-def wait_free(plan: ForwardPlan, step: Any, slot: Any, free: Any) -> None:
+class _Values(_Load):
+    """The values of every step."""
+
+    def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
+        plan, scratch = self.plan, self.scratch
+        step, slot = self._slot(i)
+        wait_free(plan, step, slot, scratch["v_free"])
+        of_slot = functools.partial(self._values, keys, at, slot)
+        if not plan.zeroes_padding:
+            of_slot(scratch["v_ready"].at[slot])
+            return
+        # If a key block reaches past the key length, it is the first. It is ready once its padding is zeroed.
+        pl.when(i == 0)(lambda: of_slot(scratch["v_loaded"].at[slot]))
+        pl.when(i > 0)(lambda: of_slot(scratch["v_ready"].at[slot]))
+
+    @staticmethod
+    def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
+        _drain(plan, done, scratch["v_free"])
+
+    def _values(self, keys, at, slot, ready):
+        block, copied = self.block, lambda tiles, name: tiles.copied(self.scratch[f"{name}_smem"]).at[slot]
+        if at is not None:
+            tiles = self.plan.tiles.v
+            self._from_pages("v", tiles, at, copied(tiles, "v"), ready, block.column_part)
+            return
+        for part in self.plan.value_rows:
+            rows, smem = pl.ds(keys.start + part.first, part.count), copied(part.tiles, part.name)
+            part.tiles.load(self.gmem.v, block.b, rows, self.kv_head, smem, ready, block.column_part)
+
+
+def wait_free(plan, step, slot, free):
     """Waits until all compute warpgroups have released a ring's slot, which is to be loaded again."""
     pl.when(step >= plan.config.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
 
 
-def drain(plan: ForwardPlan, done: Any, arrays_done: Any, scratch: dict[str, Any]) -> None:
-    """Waits for every completed phase of a barrier that no step waited for: each must be, before the CTA ends."""
-    rings = [("k_free", done, plan.k_pieces), ("v_free", done, 1)]
-    rings += [("arrays_free", arrays_done, 1)] if plan.arrays.streamed else []
-    for name, count, pieces in rings:
-        for i in range(plan.config.stages * pieces):
-            pl.when(i // pieces < count)(lambda name=name, i=i: plgpu.barrier_wait(scratch[name].at[i]))
-    if plan.several_blocks:
-        plgpu.barrier_wait(scratch["q_free"])
+def _drain(plan, done, free, pieces=1):
+    for i in range(plan.config.stages * pieces):
+        pl.when(i // pieces < done)(lambda i=i: plgpu.barrier_wait(free.at[i]))

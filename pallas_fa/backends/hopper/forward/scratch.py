@@ -57,7 +57,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
-        scratch["v_loaded"] = plgpu.Barrier(num_arrivals=plan.tiles.v.copies * plan.boxes)
+        scratch["v_loaded"] = ring(num_arrivals=plan.tiles.v.copies * plan.boxes)
     scratch["v_ready"] = ring(num_arrivals=sum(part.tiles.copies for part in plan.value_rows) * plan.boxes)
     for part in plan.value_rows:
         scratch[f"{part.name}_smem"] = part.tiles.scratch(c.stages, rows=part.count)
