@@ -8,12 +8,14 @@ Steps take less time than the host needs to start them, so they are chained in o
 of the output of the step before. Caches that the GPU's own cache could hold are several in turn. Each row says how many of
 the cache's bytes within the lengths and the window a second read, and what part of the memory's speed that is. Steps that
 name page sizes are also timed with the same cache in pages, which lie in random order, and all but those of latent attention
-with the same cache in float8. Latent attention (MLA) computes more for each byte; its rows count TFLOP/s.
+with the same cache in float8, in one piece and in pages. Latent attention (MLA) computes more for each byte; its rows count
+TFLOP/s.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,11 +127,12 @@ def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, A
     calls = {label: (implementation, step) for label, implementation in candidates.items()}
     for kv_dtype in _dtypes(step)[1:]:
         calls[kv_dtype] = parse("pallas_fa:mosaic_gpu"), dataclasses.replace(step, kv_dtype=kv_dtype)
-    for page in PAGES.get(name, ()):
-        in_pages = dataclasses.replace(step, page=page)
-        calls[f"pages of {page}"] = parse("pallas_fa:mosaic_gpu"), in_pages
+    for page, kv_dtype in itertools.product(PAGES.get(name, ()), _dtypes(step)):
+        in_pages = dataclasses.replace(step, page=page, kv_dtype=kv_dtype)
+        dtype = "" if kv_dtype == step.kv_dtype else f"{kv_dtype}, "
+        calls[f"{dtype}pages of {page}"] = parse("pallas_fa:mosaic_gpu"), in_pages
         if "pallas_fa:mma" in candidates:
-            calls[f"mma, pages of {page}"] = parse("pallas_fa:mma"), in_pages
+            calls[f"mma, {dtype}pages of {page}"] = parse("pallas_fa:mma"), in_pages
     for label, (implementation, call) in calls.items():
         q, caches = made[call.kv_dtype]
         row = about | dict(workload=name, implementation=label, error=None) | dataclasses.asdict(call)

@@ -178,7 +178,7 @@ MUTATIONS = (
     Mutation("backends/mma/narrow.py", "([0, 2, 4, 6], [1, 3, 5, 7])", "([0, 1, 2, 3], [4, 5, 6, 7])", NARROW_REGISTERS),
     Mutation("backends/mma/narrow.py", "vector.shuffle(even, odd, [pair, 2 + pair])", "even", NARROW_REGISTERS),
     Mutation("backends/mma/narrow.py", "if rows_first else (self.high, self.low)", "", NARROW_REGISTERS),
-    Mutation("backends/mma/addresses.py", "i32(width - 16)", "i32(0)", NARROW_REGISTERS),
+    Mutation("backends/gpu/addresses.py", "i32(width - 16)", "i32(0)", NARROW_REGISTERS),
     Mutation("backends/gpu/narrow_keys.py", "problem.H % UNIT or problem.Hv % UNIT", "problem.H % 8", NARROW),
 )  # fmt: skip
 

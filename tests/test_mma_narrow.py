@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_fa.backends.gpu.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.mma import narrow
-from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, thread_index
 from pallas_fa.backends.mma.copies import Copies
 from tests.test_mma_copies import emulate
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_fa.backends.gpu import narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.hopper.support import supports
+from pallas_fa.backends.hopper.support import reads_narrow, supports
 from pallas_fa.backends.record import Backend, Support
 from pallas_fa.problem import Operands, Problem, Residuals
 
@@ -17,10 +17,11 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
     def is_left_to_mma(problem: Problem) -> bool:
         from pallas_fa.backends.hopper.decode.faster_by_mma import faster_by_mma
 
-        return faster_by_mma(problem, by_mma, gpu)
+        return faster_by_mma(problem, by_mma, gpu, reads_narrow(problem, gpu))
 
     def answer(problem: Problem) -> Support:
-        if problem.has_narrow_keys and (problem.pages or is_left_to_mma(problem)):
+        is_not_converted = problem.has_narrow_keys and problem.pages and not reads_narrow(problem, gpu)
+        if is_not_converted or (problem.has_narrow_keys and is_left_to_mma(problem)):
             found = by_mma.supports(problem)._replace(only_named=None)
         else:
             found = supports(problem, gpu)
@@ -32,7 +33,8 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
     def forward(problem: Problem, operands: Operands) -> tuple[Any, Any]:
         if is_left_to_mma(problem):
             return by_mma.forward(problem, operands)
-        problem, operands = narrow_keys.converted(problem, operands)
+        if not reads_narrow(problem, gpu):
+            problem, operands = narrow_keys.converted(problem, operands)
         if problem.values_in_keys:
             from pallas_fa.backends.hopper.mla.mla import attention
 

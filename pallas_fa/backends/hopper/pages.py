@@ -51,6 +51,7 @@ def load(
     copied: Any,
     barrier: Any | OfChunk,
     column_part: Any = 0,
+    shared_by: tuple[int, int] = (0, 1),
 ) -> None:
     """Starts copying rows of one head into a tile; arrives on `barrier` once for each chunk of each box.
 
@@ -63,8 +64,11 @@ def load(
       copied: TMA's view of the tile.
       barrier: announces the tile, or that of each chunk.
       column_part: which part of the columns, where CTAs share them.
+      shared_by: (number, count): that of the caller, of how many that take turns at the boxes.
     """
-    for i, (page, rows) in enumerate(at):
+    number, count = shared_by
+    for i in range(number, len(at), count):
+        page, rows = at[i]
         box = rows.size
         for chunk in range(tiles.chunks):
             place = page, rows, head, tiles.columns(chunk, column_part)

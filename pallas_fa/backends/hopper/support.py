@@ -8,7 +8,7 @@ import jax
 from pallas_fa.backends.gpu import head_dims, narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM, why_not_functions
-from pallas_fa.backends.hopper import products
+from pallas_fa.backends.hopper import narrow, products
 from pallas_fa.backends.hopper.mla import support as mla
 from pallas_fa.backends.record import Support, no_gradients
 from pallas_fa.masks import Causal, Window
@@ -21,7 +21,7 @@ def supports(problem: Problem, gpu: Gpu) -> Support:
     """Returns what the kernels can do of `problem` on `gpu`."""
     if problem.values_in_keys:
         return mla.supports(problem, gpu)
-    own = narrow_keys.widened(problem)
+    own = problem if reads_narrow(problem, gpu) else narrow_keys.widened(problem)
     kernels = head_dims.padded(own)
     if problem.pages and kernels is not own:
         return Support.neither(f"head dims H={problem.H} and Hv={problem.Hv}; it takes multiples of 8 of keys in pages")
@@ -70,6 +70,12 @@ def _remark(problem, kernels, gpu, has_backward):
         plans = (backward.choose(kernels, kind, gpu) for kind in backward.choose_passes(kernels, gpu))
         remarks.append(head_parts.remark(plans))
     return "; ".join(filter(None, remarks)) or None
+
+
+@functools.lru_cache(maxsize=256)
+def reads_narrow(problem: Problem, gpu: Gpu) -> bool:
+    """Returns whether the forward kernel reads keys and values of 8 bits as they are."""
+    return narrow.may_read(problem) and _why_no_forward(problem, gpu) is None
 
 
 def _why_no_forward(problem, gpu):
@@ -137,7 +143,7 @@ def _rows_reason(problem):
 def _arrays_reason(problem, gpu):
     """Of arrays, and of named tiles: without either, everything is in the tables."""
     leaves: Any = jax.tree.leaves((problem.score, problem.mask))
-    if not leaves and problem.config is None:
+    if not leaves and problem.config is None and not problem.has_narrow_keys:
         return None
     from pallas_fa.backends.gpu.arrays import KernelArrays
     from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes

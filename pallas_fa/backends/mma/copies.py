@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from pallas_fa.backends.gpu.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
 from pallas_fa.backends.gpu.shared_memory import swizzle
-from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
 
 _VECTOR = 16  # bytes that a thread copies at once
 _SPLAT = plgpu.Layout.WG_SPLAT

@@ -18,10 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_fa.backends.gpu.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
 from pallas_fa.backends.gpu.layouts import TILE
-from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES, UNIT
+from pallas_fa.backends.gpu.narrow_keys import UNIT
+from pallas_fa.backends.gpu.narrow_words import converted
 from pallas_fa.backends.gpu.shared_memory import swizzle
-from pallas_fa.backends.mma.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
 
 FOUR_COLUMNS = plgpu.Layout.TILED(  # as TILE, but for the columns: four threads have four each of 16
     mgpu.fragmented_array.Tiling(((64, 16), (16, 16), (8, 16), (4,), (2,))),
@@ -179,19 +180,5 @@ class _Row:
 
 def _converted(register, source, dtype, interleaved=False):
     """Returns four bytes as two registers of `dtype`: the first two and the others, or the even ones and the odd ones."""
-    name, to_bfloat16 = PTX_NAMES[np.dtype(source).name], dtype == jnp.bfloat16
-    lines = [".reg .b16 a, b, c, d; .reg .b32 x; .reg .f32 lo, hi;"]
-    lines += ["prmt.b32 x, $2, 0, 0x3120;" if interleaved else "mov.b32 x, $2;", "mov.b32 {a, b}, x;"]
-    for half, result in (("a", "$0"), ("b", "$1")):
-        lines += [f"cvt.rn.f16x2.{name}x2 {'x' if to_bfloat16 else result}, {half};"]
-        if to_bfloat16:
-            lines += [
-                "mov.b32 {c, d}, x;",
-                "cvt.f32.f16 lo, c; cvt.f32.f16 hi, d;",
-                f"cvt.rn.bf16x2.f32 {result}, hi, lo;",
-            ]
-    word = ir.IntegerType.get_signless(32)
-    two = llvm.StructType.get_literal([word, word])
-    found = llvm.inline_asm(two, [register], "{" + " ".join(lines) + "}", "=&r,=&r,r", has_side_effects=False)
-    pair = ir.VectorType.get((2,), ir.BF16Type.get() if to_bfloat16 else ir.F16Type.get())
-    return [mgpu.utils.bitcast(llvm.extractvalue(word, found, [i]), pair) for i in range(2)]
+    pair = ir.VectorType.get((2,), ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get())
+    return [mgpu.utils.bitcast(word, pair) for word in converted(register, source, dtype, interleaved)]

@@ -8,6 +8,7 @@ from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.schedule import is_windowed
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
 from pallas_fa.backends.hopper import pages, products
+from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import on_gpu
@@ -17,14 +18,24 @@ from pallas_fa.masks.base import parts_of
 from pallas_fa.operands import intervals
 from pallas_fa.problem import Problem
 
+# Beside tiles of 8 bits at H=256.
+_SMALLEST = tuple(ForwardConfig(1, 64, stages, pin_softmax=False) for stages in (2, 1))
+
 
 def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
+    if problem.has_narrow_keys and not named:
+        configs = (*(config for config in configs if _converts(config)), *_SMALLEST)
     plans = [_plan(problem, config, interpret) for config in pages.fitting(problem.pages, configs)]
     plan = first_that_fits(plans, on_gpu, gpu)
     return plan if named else with_split_heads(plan, gpu)
+
+
+def _converts(config):
+    """Whether a load warpgroup has registers, and tiles of whole pieces, to convert keys of 8 bits."""
+    return config.compute_wgs < 3 and config.block_kv % 64 == 0 and not config.grouped_rows
 
 
 def _plan(problem, config, interpret):

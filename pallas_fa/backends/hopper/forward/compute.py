@@ -312,5 +312,5 @@ class Compute:
                     part[...] = jnp.where(key < length, values, jnp.zeros((), values.dtype))
 
         plgpu.commit_smem()
-        for _copy in range(plan.tiles.v.copies * plan.boxes):
+        for _copy in range(plan.v_arrivals):
             plgpu.barrier_arrive(self.scratch["v_ready"].at[slot])

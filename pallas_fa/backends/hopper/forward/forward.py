@@ -24,6 +24,7 @@ from pallas_fa.backends.hopper.forward import partial_results
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import load
+from pallas_fa.backends.hopper.forward.load_narrow import NarrowLoad
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.forward.scratch import by_name, ping_pong_barrier
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
@@ -115,7 +116,7 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     scratch = by_name(plan, scratch)
     gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, out, lse, partial_out, partial_lse)
     wg = lax.axis_index("wg")
-    compute_registers, load_registers = plan.config.registers
+    compute_registers, load_registers = plan.registers
 
     @pl.when(wg < plan.config.compute_wgs)
     def _():
@@ -131,4 +132,7 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     @pl.when(wg == plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(load_registers, action="decrease")
-        load(plan, gmem, scratch)
+        if plan.narrow_tiles:
+            NarrowLoad.run(plan, gmem, scratch)
+        else:
+            load(plan, gmem, scratch)

@@ -1,4 +1,4 @@
-"""The load warpgroup of the forward kernel: a warp for the queries, and keys and arrays of every step, and one for values."""
+"""The load warpgroup of the forward kernel: a warp for queries, keys and arrays, and one for values."""
 
 import functools
 from typing import Any
@@ -21,11 +21,11 @@ def load(plan: ForwardPlan, gmem: Any, scratch: dict[str, Any]) -> None:
 
     @plgpu.warp_map
     def _(warp):
-        for number, role in enumerate((_Keys, _Values)):
+        for number, role in enumerate((Keys, Values)):
             pl.when(warp == number)(lambda role=role: role.run(plan, gmem, scratch))
 
 
-class _Load:
+class Load:
     """What one warp loads for one query block."""
 
     def __init__(self, plan: ForwardPlan, gmem: Any, scratch: dict[str, Any], block: work.QueryBlock):
@@ -43,12 +43,9 @@ class _Load:
         plan, block = self.plan, self.block
         steps = work.steps_of(plan, block, self.gmem)
 
-        def step(i):
-            keys = pl.ds(block.s0 + steps.key_block(i) * plan.config.block_kv, plan.config.block_kv)
-            self.of_step(steps, i, keys, self._pages(keys))  # read before any wait, which hides the table's latency
-
         self.before_steps()
-        pl.loop(0, steps.end)(step)
+        # Where they lie is read before any wait, which hides the latency of the table of pages.
+        pl.loop(0, steps.end)(lambda i: self.of_step(steps, i, *self.rows_of_keys(steps, i)))
         return steps.end, work.array_steps(plan, steps, steps.end)
 
     def before_steps(self) -> None:
@@ -63,22 +60,41 @@ class _Load:
         """Waits for every completed phase of a barrier that no step waited for: each must be, before the CTA ends."""
         raise NotImplementedError
 
-    def _slot(self, i):
+    def slot(self, i: Any) -> tuple[Any, Any]:
+        """Returns (the steps before step i of all query blocks, the slot that it takes of a ring)."""
         step = self.block.done + i
         return step, lax.rem(step, self.plan.config.stages)
 
-    def _pages(self, rows):
-        """Returns where these rows lie in pages; None where keys and values are arrays."""
-        held = self.plan.problem.pages
-        return None if held is None else pages.places(held, self.gmem.page_table, self.block.b, rows)
+    def rows_of_keys(self, steps: Any, i: Any) -> tuple[Any, Any]:
+        """Returns (rows of the key block of step i, where they lie in pages; None where keys and values are arrays)."""
+        block_kv, held = self.plan.config.block_kv, self.plan.problem.pages
+        rows = pl.ds(self.block.s0 + steps.key_block(i) * block_kv, block_kv)
+        return rows, None if held is None else pages.places(held, self.gmem.page_table, self.block.b, rows)
 
-    def _from_pages(self, name, tiles, at, copied, ready, column_part=0):
+    def load_rows(
+        self,
+        name: str,
+        tiles: Any,
+        rows: Any,
+        at: Any,
+        copied: Any,
+        ready: Any,
+        column_part: Any = 0,
+        shared_by: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Starts copying a tile of keys ("k") or values ("v"), whose rows and places are those of `rows_of_keys`.
+
+        The other arguments are those of `pages.load`.
+        """
         held, gmem = self.plan.problem.pages, getattr(self.gmem, name)
+        if held is None:
+            tiles.load(gmem, self.block.b, rows, self.kv_head, copied, ready, column_part)
+            return
         head = self.kv_head if held.interleaved is None else 2 * self.kv_head + int(name == "v")
-        pages.load(tiles, held, gmem, at, head, copied, ready, column_part)
+        pages.load(tiles, held, gmem, at, head, copied, ready, column_part, shared_by)
 
 
-class _Keys(_Load):
+class Keys(Load):
     """The queries, then keys and arrays of every step."""
 
     def before_steps(self) -> None:
@@ -86,8 +102,12 @@ class _Keys(_Load):
             self._queries()
 
     def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
-        plan = self.plan
         self._keys(i, keys, at)
+        self.beside_keys(steps, i, keys)
+
+    def beside_keys(self, steps: Any, i: Any, keys: Any) -> None:
+        """Loads what follows the keys of step i: arrays, and before the first step the next queries."""
+        plan = self.plan
         if plan.several_blocks:  # after the first keys, which need not wait for the end of the block before
             pl.when(i == 0)(self._next_queries)
         if plan.arrays.streamed and plan.score_streams:
@@ -97,15 +117,15 @@ class _Keys(_Load):
 
     @staticmethod
     def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
-        _drain(plan, done, scratch["k_free"], plan.k_pieces)
+        work.drain(plan, done, scratch["k_free"], plan.k_pieces)
         if plan.arrays.streamed:
-            _drain(plan, arrays_done, scratch["arrays_free"])
+            work.drain(plan, arrays_done, scratch["arrays_free"])
         if plan.several_blocks:
             plgpu.barrier_wait(scratch["q_free"])
 
     def _keys(self, i, keys, at):
         plan, free, ready = self.plan, self.scratch["k_free"], self.scratch["k_ready"]
-        tiles, (step, slot) = plan.tiles.k, self._slot(i)
+        tiles, (step, slot) = plan.tiles.k, self.slot(i)
         copied = tiles.copied(self.scratch["k_smem"]).at[slot]
 
         @functools.cache  # a tile in one piece, or of several pages, asks for it several times
@@ -115,10 +135,7 @@ class _Keys(_Load):
             return ready.at[barrier]
 
         of_chunk = ready_once_free if plan.k_pieces > 1 else ready_once_free(0)
-        if at is None:
-            tiles.load(self.gmem.k, self.block.b, keys, self.kv_head, copied, of_chunk)
-        else:
-            self._from_pages("k", tiles, at, copied, of_chunk)
+        self.load_rows("k", tiles, keys, at, copied, of_chunk)
 
     def _queries(self):
         plan, block, ready = self.plan, self.block, self.scratch["q_ready"]
@@ -156,12 +173,12 @@ class _Keys(_Load):
                 plgpu.copy_gmem_to_smem(self.gmem.arrays[a].at[(*lead, *place)], smem.at[wg], ready)
 
 
-class _Values(_Load):
+class Values(Load):
     """The values of every step."""
 
     def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
         plan, scratch = self.plan, self.scratch
-        step, slot = self._slot(i)
+        step, slot = self.slot(i)
         wait_free(plan, step, slot, scratch["v_free"])
         of_slot = functools.partial(self._values, keys, at, slot)
         if not plan.zeroes_padding:
@@ -173,24 +190,15 @@ class _Values(_Load):
 
     @staticmethod
     def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
-        _drain(plan, done, scratch["v_free"])
+        work.drain(plan, done, scratch["v_free"])
 
     def _values(self, keys, at, slot, ready):
-        block, copied = self.block, lambda tiles, name: tiles.copied(self.scratch[f"{name}_smem"]).at[slot]
-        if at is not None:
-            tiles = self.plan.tiles.v
-            self._from_pages("v", tiles, at, copied(tiles, "v"), ready, block.column_part)
-            return
         for part in self.plan.value_rows:
-            rows, smem = pl.ds(keys.start + part.first, part.count), copied(part.tiles, part.name)
-            part.tiles.load(self.gmem.v, block.b, rows, self.kv_head, smem, ready, block.column_part)
+            rows = pl.ds(keys.start + part.first, part.count)
+            copied = part.tiles.copied(self.scratch[f"{part.name}_smem"]).at[slot]
+            self.load_rows("v", part.tiles, rows, at, copied, ready, self.block.column_part)
 
 
 def wait_free(plan, step, slot, free):
     """Waits until all compute warpgroups have released a ring's slot, which is to be loaded again."""
     pl.when(step >= plan.config.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-
-
-def _drain(plan, done, free, pieces=1):
-    for i in range(plan.config.stages * pieces):
-        pl.when(i // pieces < done)(lambda i=i: plgpu.barrier_wait(free.at[i]))

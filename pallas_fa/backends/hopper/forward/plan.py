@@ -19,6 +19,8 @@ from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.tiles import Tiles, in_same_chunks
 from pallas_fa.operands.layout import Layout
 
+_REGISTERS_TO_CONVERT = {1: (240, 56), 2: (224, 56)}  # of ForwardPlan.registers, by compute warpgroups
+
 
 class ValueRows(NamedTuple):
     """A part of the rows of a tile of values: the name of its memory, its first row, how many rows, how they lie there."""
@@ -84,6 +86,30 @@ class ForwardPlan(ForwardCore):
         if v.chunk % out.chunk:  # each is stored as whole chunks of the output
             out = dataclasses.replace(out, swizzle_bytes=v.swizzle_bytes)
         return OperandTiles(q, k, v, out)
+
+    @functools.cached_property
+    def narrow_tiles(self) -> dict[str, Tiles]:
+        """The tiles of keys ("k") and values ("v") of 8 bits, from which those of `tiles` are made; none of 16 bits."""
+        problem = self.problem
+        if not problem.has_narrow_keys:
+            return {}
+        of = lambda dim: Tiles(problem.dims.S, dim, problem.kv_dtype, problem.layout, self.interpret)
+        return {"k": of(problem.H), "v": of(problem.Hv)}
+
+    @property
+    def k_arrivals(self) -> int:
+        """How often a tile of keys, or a piece of it, is announced."""
+        return 1 if self.narrow_tiles else self.tiles.k.copies // self.k_pieces * self.boxes
+
+    @property
+    def v_arrivals(self) -> int:
+        """How often a tile of values is announced."""
+        return 1 if self.narrow_tiles else sum(part.tiles.copies for part in self.value_rows) * self.boxes
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a compute and of the load warpgroup, which needs more to convert."""
+        return _REGISTERS_TO_CONVERT[self.config.compute_wgs] if self.narrow_tiles else self.config.registers
 
     @functools.cached_property
     def value_rows(self) -> tuple[ValueRows, ...]:

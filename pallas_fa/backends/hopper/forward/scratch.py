@@ -38,9 +38,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["arrays_ready"] = ring(num_arrivals=copies)
     pieces = c.stages * plan.k_pieces
     scratch["k_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=pieces)
-    scratch["k_ready"] = plgpu.Barrier(
-        num_arrivals=plan.tiles.k.copies // plan.k_pieces * plan.boxes, num_barriers=pieces
-    )
+    scratch["k_ready"] = plgpu.Barrier(num_arrivals=plan.k_arrivals, num_barriers=pieces)
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
     if plan.separate_out and not plan.out_over_q:
@@ -57,10 +55,13 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
-        scratch["v_loaded"] = ring(num_arrivals=plan.tiles.v.copies * plan.boxes)
-    scratch["v_ready"] = ring(num_arrivals=sum(part.tiles.copies for part in plan.value_rows) * plan.boxes)
+        scratch["v_loaded"] = ring(num_arrivals=plan.v_arrivals)
+    scratch["v_ready"] = ring(num_arrivals=plan.v_arrivals)
     for part in plan.value_rows:
         scratch[f"{part.name}_smem"] = part.tiles.scratch(c.stages, rows=part.count)
+    for name, tiles in plan.narrow_tiles.items():
+        scratch[f"{name}_narrow_ready"] = ring(num_arrivals=tiles.copies * plan.boxes)
+        scratch[f"{name}_narrow_smem"] = tiles.scratch(c.stages, rows=c.block_kv)
     return scratch
 
 

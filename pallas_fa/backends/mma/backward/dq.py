@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_fa.backends.gpu.addresses import as_global, i32, thread_index
 from pallas_fa.backends.gpu.layouts import TILE
-from pallas_fa.backends.mma.addresses import as_global, i32, thread_index
 from pallas_fa.operands.dims import Dims
 from pallas_fa.operands.layout import Layout, ordered
 

@@ -1,0 +1,22 @@
+"""Which keys of 8 bits Hopper's forward kernel may read as they are. Importing this imports no part of Pallas."""
+
+from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES
+from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
+from pallas_fa.problem import Problem
+
+_COLUMNS, _KEYS = 64, 8  # what head dims and the number of keys are multiples of: TMA copies their tiles at once
+_MOST_ROWS = 1024  # of keys in one piece: past it, XLA converts them once in less time
+
+
+def may_read(problem: Problem) -> bool:
+    """Returns whether the kernel converts such keys and values as it loads them, if it takes the call.
+
+    Evidence: decode/narrow-keys.
+    """
+    if not problem.has_narrow_keys or problem.values_in_keys or problem.dims.is_symbolic:
+        return False
+    if problem.pages is None and problem.dims.T * problem.group > _MOST_ROWS:
+        return False
+    if problem.kv_dtype.name not in PTX_NAMES or problem.dtype.itemsize != 2 or problem.dims.S % _KEYS:
+        return False
+    return not any(dim % _COLUMNS or dim > LARGEST_HEAD_DIM for dim in (problem.H, problem.Hv))
