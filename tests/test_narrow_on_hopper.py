@@ -137,14 +137,14 @@ def test_few_rows_are_left_to_mma():
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_compiled_kernel_is_accurate(name, H):
-    T, sizes, keywords = CALLS[name]
-    if "dropout_rate" in keywords:
-        keywords = {key: x for key, x in keywords.items() if not key.startswith("dropout")}
+    T, _, keywords = CALLS[name]
+    config = keywords.get("config")
+    keywords = {key: x for key, x in keywords.items() if key != "config" and not key.startswith("dropout")}
     for dtype, wide in ((E4M3, jnp.bfloat16), (E5M2, jnp.float16)):
         q, k, v = inputs(T, dtype, wide, H=H, Hv=H)
         attend = functools.partial(pallas_fa.dot_product_attention, return_residual=True, **keywords)
         want = attend(*(x.astype(jnp.float32) for x in (q, k, v)), implementation="reference")
-        got = attend(q, k, v, implementation="mosaic_gpu")
+        got = attend(q, k, v, implementation="mosaic_gpu", config=config)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), atol=2e-2)
 

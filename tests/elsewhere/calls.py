@@ -75,7 +75,9 @@ def calls(gpu: Gpu, only_best: bool = False) -> Iterator[Call]:
         if gpu.compute_capability == "9.0":
             yield from _hopper(gpu, head_dim, causal)
             if causal:
-                yield from _hopper_prompts(gpu, head_dim)
+                yield from _hopper_prompts(gpu, head_dim, jnp.bfloat16)
+            elif head_dim in (64, 128, 256):
+                yield from _hopper_prompts(gpu, head_dim, jnp.float8_e4m3fn)
             if head_dim in (64, 128):
                 yield from _hopper_dropout(gpu, head_dim, causal)
                 yield from _hopper_windows(gpu, head_dim) if causal else _hopper_few_keys(gpu, head_dim)
@@ -292,18 +294,19 @@ def _hopper_few_keys(gpu, head_dim):
         yield _hopper_chosen(gpu, "few keys", False, _unmasked, *shapes)
 
 
-def _hopper_prompts(gpu, head_dim):
+def _hopper_prompts(gpu, head_dim, kv_dtype):
     """Against a cache with lengths, in pages of 16: parts of a prompt, and so few queries that heads share tiles."""
-    pages = jax.ShapeDtypeStruct((B * 8192 // 16, 16, 2, head_dim), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((B * 8192 // 16, 16, 2, head_dim), kv_dtype)
     table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, 8192 // 16), (B,)))
+    where = "in pages" if kv_dtype == jnp.bfloat16 else f"in pages of {jnp.dtype(kv_dtype)}"
     for queries in (16, 32, 128, 512):
         q = jax.ShapeDtypeStruct((B, queries, N, head_dim), jnp.bfloat16)
         if queries > 32:
-            yield _hopper_chosen(gpu, "prompt in pages", True, _at_the_end, q, pages, table, lengths)
+            yield _hopper_chosen(gpu, f"prompt {where}", True, _at_the_end, q, pages, table, lengths)
             continue
         tiles = hopper_decode.choose(_problem_of(_at_the_end, q, pages, table, lengths), gpu).config
         run = lambda *arrays: hopper_decode.decode(*_at_the_end(*arrays), gpu)
-        yield Call("hopper decode in pages", head_dim, tiles, True, run, (q, pages, table, lengths))
+        yield Call(f"hopper decode {where}", head_dim, tiles, True, run, (q, pages, table, lengths))
 
 
 def _at_the_end(q, pages, table, lengths):

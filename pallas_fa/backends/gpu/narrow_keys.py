@@ -1,7 +1,8 @@
-"""Keys and values of 8 bits, which one kernel reads as they are, and which others are given converted.
+"""Keys and values of 8 bits, which some kernels read as they are, and which others are given converted.
 
-The kernel by `mma.sync` for few queries reads them (`mma.narrow`): there the time is that of reading. For more queries to
-keys in one piece XLA converts them once (evidence: decode/narrow-keys). Those in pages are never copied.
+The kernel by `mma.sync` for few queries reads them (`mma.narrow`): there the time is that of reading. On Hopper the forward
+kernel does, too (`hopper.narrow`). For more queries to keys in one piece XLA converts them once (evidence:
+decode/narrow-keys). Those in pages are never copied.
 
 Importing this imports no part of Pallas.
 """
