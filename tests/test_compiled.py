@@ -89,7 +89,8 @@ EXCEPTIONS = {
         ): {"sm_90a": 96}
         for parts, heads in ((4, 16), (1, 0))
     },
-    # The load warpgroup has 56 registers to convert; with 40 less is spilled, and it is slower (evidence: decode/narrow-keys).
+    # The load warpgroup has 56 registers to convert; with 40 less is spilled, and it is slower
+    # (evidence: decode/narrow-keys).
     **{
         (
             "hopper forward, prompt in pages of float8_e4m3fn",
