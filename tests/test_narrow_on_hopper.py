@@ -15,6 +15,7 @@ from pallas_fa.backends.hopper.decode.choose import applies
 from pallas_fa.backends.hopper.decode.decode import decode
 from pallas_fa.backends.hopper.forward.forward import forward
 from pallas_fa.backends.hopper.support import reads_narrow
+from pallas_fa.backends.mma import config as mma
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
 from tests import test_paged_attention
@@ -125,6 +126,19 @@ def test_what_the_kernel_does_not_read(sizes):
     q, k, v = inputs(72, **sizes)
     assert not reads_narrow(problem_of_types(q, k, v), Gpu.visible())
     assert "converts keys and values to" in pallas_fa.explain(q, k, v) or "H" in sizes
+
+
+@pytest.mark.parametrize("tiles", [ForwardConfig(3, 64), ForwardConfig(2, 80)], ids=str)
+def test_tiles_that_the_kernel_cannot_convert_are_given_converted_keys(tiles):
+    q, k, v = inputs(72)
+    attend = functools.partial(pallas_fa.dot_product_attention, implementation="mosaic_gpu", config=Config(tiles))
+    assert not reads_narrow(problem_of_types(q, k, v, config=Config(tiles)), Gpu.visible())
+    assert kernels(attend, q, k, v) == 1
+
+
+def test_tiles_of_other_kernels_are_refused_as_elsewhere():
+    said = pallas_fa.explain(*inputs(72), config=mma.Config(forward=mma.ForwardConfig(1, 64, 64)))
+    assert said.startswith("mosaic_gpu: cannot") and "it takes a pallas_fa.mosaic_gpu.config.Config" in said
 
 
 def test_few_rows_are_left_to_mma():

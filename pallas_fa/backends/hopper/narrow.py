@@ -2,9 +2,11 @@
 
 from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
+from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.problem import Problem
 
 _COLUMNS, _KEYS = 64, 8  # what head dims and the number of keys are multiples of: TMA copies their tiles at once
+_ROWS = 64  # of a tile: those past a multiple lie apart
 _MOST_ROWS = 1024  # of keys in one piece: past it, XLA converts them once in less time
 
 
@@ -17,6 +19,14 @@ def may_read(problem: Problem) -> bool:
         return False
     if problem.pages is None and problem.dims.T * problem.group > _MOST_ROWS:
         return False
+    tiles = getattr(problem.config, "forward", None)
+    if isinstance(tiles, ForwardConfig) and not may_convert(tiles):
+        return False
     if problem.kv_dtype.name not in PTX_NAMES or problem.dtype.itemsize != 2 or problem.dims.S % _KEYS:
         return False
     return not any(dim % _COLUMNS or dim > LARGEST_HEAD_DIM for dim in (problem.H, problem.Hv))
+
+
+def may_convert(tiles: ForwardConfig) -> bool:
+    """Returns whether the load warpgroup has registers, and whole pieces of tiles, to convert such keys."""
+    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and not tiles.grouped_rows

@@ -7,7 +7,7 @@ from pallas_fa.backends.gpu import grouped_rows
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.schedule import is_windowed
 from pallas_fa.backends.gpu.shared_memory import first_that_fits
-from pallas_fa.backends.hopper import pages, products
+from pallas_fa.backends.hopper import narrow, pages, products
 from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward import windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
@@ -27,15 +27,10 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     named = problem.config and problem.config.forward
     configs = (named,) if named else forward_configs(_facts(problem), gpu)
     if problem.has_narrow_keys and not named:
-        configs = (*(config for config in configs if _converts(config)), *_SMALLEST)
+        configs = (*(config for config in configs if narrow.may_convert(config)), *_SMALLEST)
     plans = [_plan(problem, config, interpret) for config in pages.fitting(problem.pages, configs)]
     plan = first_that_fits(plans, on_gpu, gpu)
     return plan if named else with_split_heads(plan, gpu)
-
-
-def _converts(config):
-    """Whether a load warpgroup has registers, and tiles of whole pieces, to convert keys of 8 bits."""
-    return config.compute_wgs < 3 and config.block_kv % 64 == 0 and not config.grouped_rows
 
 
 def _plan(problem, config, interpret):

@@ -26,7 +26,7 @@ def load(plan: ForwardPlan, gmem: Any, scratch: dict[str, Any]) -> None:
 
 
 class Load:
-    """What one warp loads for one query block."""
+    """What one warp, or the load warpgroup, loads for one query block."""
 
     def __init__(self, plan: ForwardPlan, gmem: Any, scratch: dict[str, Any], block: work.QueryBlock):
         self.plan, self.block, self.gmem, self.scratch = plan, block, gmem, scratch
@@ -42,7 +42,6 @@ class Load:
         """Returns (steps, steps that use streamed arrays)."""
         plan, block = self.plan, self.block
         steps = work.steps_of(plan, block, self.gmem)
-
         self.before_steps()
         # Where they lie is read before any wait, which hides the latency of the table of pages.
         pl.loop(0, steps.end)(lambda i: self.of_step(steps, i, *self.rows_of_keys(steps, i)))
