@@ -116,6 +116,11 @@ class _Threads:
             return operands[0]
         if name == "nvvm.ldmatrix":
             return _matrices(operands[0], number("num"), "mma_layout<col>" in attributes)
+        if name == "vector.extract" and (found := re.search(r"\(vector<[2-9]xi32>", types)):
+            word = numbers("static_position")[0]
+            return [None if x is None else x[4 * word : 4 * word + 4] for x in operands[0]]
+        if name == "vector.from_elements":
+            return [None if x[0] is None else np.concatenate(x) for x in zip(*operands, strict=True)]
         if name in ("vector.bitcast", "vector.broadcast", "vector.extract") and isinstance(operands[0], list):
             return operands[0]  # all of a register
         if name == "vector.shuffle":

@@ -4,24 +4,31 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu.device import Gpu
+from pallas_fa.backends.gpu.launch import launch
+from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.decode.choose import applies
 from pallas_fa.backends.hopper.decode.decode import decode
+from pallas_fa.backends.hopper.forward.convert import convert
 from pallas_fa.backends.hopper.forward.forward import forward
 from pallas_fa.backends.hopper.support import reads_narrow
 from pallas_fa.backends.mma import config as mma
+from pallas_fa.backends.mma.copies import Copies
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
-from tests import test_paged_attention
+from tests import emulated, kernel_snapshots, test_paged_attention
 from tests.abstract import problem_of_types
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import assert_right_and_free_of_races, interpreted
+from tests.test_mma_narrow import numbers
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BOTTOM_RIGHT = masks.Causal(align="bottom_right")
@@ -103,6 +110,39 @@ def test_padding_may_hold_nan():
     of = lambda k, v: interpreted(*normalise(q, k, v, key_value_seq_lengths=LENGTHS), forward)[0]
     for x, y in zip(of(*padded), of(k, v), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("wide", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(("rows", "dim", "first", "columns"), [(64, 64, 0, 64), (128, 128, 0, 128), (64, 192, 128, 64)])
+def test_where_each_converted_number_lies(wide, rows, dim, first, columns):
+    """As the lowered kernel computes addresses, and as Pallas reads tiles."""
+    dtype, source_width, wide = ml_dtypes.float8_e4m3fn, 64 if dim % 128 else 128, np.dtype(wide)
+    x, out = numbers(dtype, rows, dim), np.zeros((rows, columns), wide)
+
+    def body(x, out, narrow_smem, smem):
+        copies = Copies()
+        copies.tile(x, narrow_smem, source_width)
+        copies.wait()
+        convert(narrow_smem, smem, first, source_width, 128, interpret=False)
+        out[...] = plgpu.load(smem, layout=plgpu.Layout.SMEM_GMEM_COPY((rows, columns), wide, 128))
+
+    def run(x):
+        return launch(
+            body,
+            x,
+            out_type=(jax.ShapeDtypeStruct(out.shape, wide),),
+            ctas=1,
+            warpgroups=1,
+            scratch=dict(
+                narrow_smem=plgpu.SMEM(x.shape, dtype, transforms=swizzle(dtype, source_width)),
+                smem=plgpu.SMEM(out.shape, wide, transforms=swizzle(wide, 128)),
+            ),
+            semantics=plgpu.LoweringSemantics.Lane,
+        )
+
+    (text,) = kernel_snapshots.kernels(run, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    emulated.run(text, 1, [x, out], x.nbytes + out.nbytes)
+    np.testing.assert_array_equal(out, x[:, first : first + columns].astype(wide))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
