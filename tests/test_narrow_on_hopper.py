@@ -176,6 +176,17 @@ def test_tiles_that_the_kernel_cannot_convert_are_given_converted_keys(tiles):
     assert kernels(attend, q, k, v) == 1
 
 
+@pytest.mark.parametrize("tiles", [ForwardConfig(3, 64), ForwardConfig(2, 80)], ids=str)
+def test_such_tiles_are_refused_in_pages(tiles):
+    q, pages = jnp.zeros((B, 72, N, 64), jnp.bfloat16), jnp.zeros((8, 64, K, 64), E4M3)
+    table, lengths = np.zeros((B, 4), np.int32), np.full(B, 200, np.int32)
+    attend = functools.partial(pallas_fa.paged_attention, q, pages, pages, table, lengths, implementation="mosaic_gpu")
+    with pytest.raises(
+        NotImplementedError, match="float8_e4m3fn keys in pages; it converts them for tiles of one or two"
+    ):
+        jax.eval_shape(functools.partial(attend, config=Config(tiles)))
+
+
 def test_tiles_of_other_kernels_are_refused_as_elsewhere():
     said = pallas_fa.explain(*inputs(72), config=mma.Config(forward=mma.ForwardConfig(1, 64, 64)))
     assert said.startswith("mosaic_gpu: cannot") and "it takes a pallas_fa.mosaic_gpu.config.Config" in said

@@ -6,7 +6,7 @@ from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.problem import Problem
 
 _COLUMNS, _KEYS = 64, 8  # what head dims and the number of keys are multiples of: TMA copies their tiles at once
-_ROWS = 64  # of a tile: those past a multiple lie apart
+ROWS = 64  # of a tile: those past a multiple lie apart
 _MOST_ROWS = 1024  # of keys in one piece: past it, XLA converts them once in less time
 
 
@@ -29,4 +29,4 @@ def may_read(problem: Problem) -> bool:
 
 def may_convert(tiles: ForwardConfig) -> bool:
     """Returns whether the load warpgroup has registers, and whole pieces of tiles, to convert such keys."""
-    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and not tiles.grouped_rows
+    return tiles.compute_wgs < 3 and tiles.block_kv % ROWS == 0 and not tiles.grouped_rows
