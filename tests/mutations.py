@@ -183,12 +183,12 @@ MUTATIONS = (
     Mutation("backends/mma/narrow.py", "if rows_first else (self.high, self.low)", "", NARROW_REGISTERS),
     Mutation("backends/gpu/addresses.py", "i32(width - 16)", "i32(0)", NARROW_REGISTERS),
     Mutation(CONVERT, "i32(half * UNIT)", "i32((1 - half) * UNIT)", CONVERTED),
-    Mutation(CONVERT, "arith.xori(byte, self.row)", "byte", CONVERTED),
+    Mutation("backends/gpu/addresses.py", "arith.xori(byte, self.row)", "byte", CONVERTED),
     Mutation(CONVERT, "arith.addi(byte, i32(first))", "byte", CONVERTED),
     Mutation(LOAD_NARROW, "plgpu.commit_smem()", "pass", NARROW_ON_HOPPER),
     Mutation(LOAD_NARROW, 'wait_free(plan, step, slot, scratch[f"{name}_free"])', "pass", NARROW_ON_HOPPER),
     Mutation(LOAD_NARROW, "jnp.minimum(later, steps.end - 1)", "i", NARROW_ON_HOPPER),
-    Mutation(LOAD_NARROW, "load((number, _WARPS))", "load((0, _WARPS))", "tests/test_narrow_on_hopper.py -k in_pages"),
+    Mutation(LOAD_NARROW, "at[number::_WARPS]", "at[0::_WARPS]", "tests/test_narrow_on_hopper.py -k in_pages"),
     Mutation("backends/gpu/narrow_keys.py", "problem.H % UNIT or problem.Hv % UNIT", "problem.H % 8", NARROW),
 )  # fmt: skip
 

@@ -23,16 +23,21 @@ from tests import emulated
 from tests.kernel_snapshots import kernels
 
 
-def emulate(body, ctas, x, out, smem):
-    """Runs body(x, out, smem) in each CTA; `out` is filled in place. Returns what each leaves in shared memory."""
+def emulate(body, ctas, x, out, smem, **more):
+    """Runs body(x, out, smem) in each CTA; `out` is filled in place. Returns what each leaves in shared memory.
+
+    `more`: shared memory behind `smem`, by the names of body's other parameters.
+    """
+    scratch = {"smem": smem} | more
 
     def run(x):
         lane = plgpu.LoweringSemantics.Lane
         out_type = (jax.ShapeDtypeStruct(out.shape, out.dtype),)
-        return launch(body, x, out_type=out_type, ctas=ctas, warpgroups=1, scratch={"smem": smem}, semantics=lane)
+        return launch(body, x, out_type=out_type, ctas=ctas, warpgroups=1, scratch=scratch, semantics=lane)
 
     (text,) = kernels(run, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return emulated.run(text, ctas, [x, out], int(np.prod(smem.shape)) * np.dtype(smem.dtype).itemsize)
+    shared = sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in scratch.values())
+    return emulated.run(text, ctas, [x, out], shared)
 
 
 def counted(*shape, dtype=jnp.bfloat16):

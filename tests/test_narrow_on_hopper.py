@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits in Hopper's forward kernel, whose load warpgroup converts them: more than 16 rows of a tile."""
+"""Keys and values of 8 bits in Hopper's forward kernel, whose load warpgroup converts them: more than 32 rows of a tile."""
 
 import functools
 
@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_fa
 from pallas_fa import masks, scores
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.shared_memory import swizzle
 from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.backends.hopper.decode.choose import applies
@@ -24,10 +23,11 @@ from pallas_fa.backends.mma import config as mma
 from pallas_fa.backends.mma.copies import Copies
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import normalise
-from tests import emulated, kernel_snapshots, test_paged_attention
+from tests import test_paged_attention
 from tests.abstract import problem_of_types
 from tests.lowering import kernels
 from tests.test_kernel_interpreted import assert_right_and_free_of_races, interpreted
+from tests.test_mma_copies import emulate
 from tests.test_mma_narrow import numbers
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -119,29 +119,15 @@ def test_where_each_converted_number_lies(wide, rows, dim, first, columns):
     dtype, source_width, wide = ml_dtypes.float8_e4m3fn, 64 if dim % 128 else 128, np.dtype(wide)
     x, out = numbers(dtype, rows, dim), np.zeros((rows, columns), wide)
 
-    def body(x, out, narrow_smem, smem):
+    def body(x, out, smem, narrow_smem):
         copies = Copies()
         copies.tile(x, narrow_smem, source_width)
         copies.wait()
         convert(narrow_smem, smem, first, source_width, 128, interpret=False)
         out[...] = plgpu.load(smem, layout=plgpu.Layout.SMEM_GMEM_COPY((rows, columns), wide, 128))
 
-    def run(x):
-        return launch(
-            body,
-            x,
-            out_type=(jax.ShapeDtypeStruct(out.shape, wide),),
-            ctas=1,
-            warpgroups=1,
-            scratch=dict(
-                narrow_smem=plgpu.SMEM(x.shape, dtype, transforms=swizzle(dtype, source_width)),
-                smem=plgpu.SMEM(out.shape, wide, transforms=swizzle(wide, 128)),
-            ),
-            semantics=plgpu.LoweringSemantics.Lane,
-        )
-
-    (text,) = kernel_snapshots.kernels(run, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    emulated.run(text, 1, [x, out], x.nbytes + out.nbytes)
+    of = lambda shape, dtype, width: plgpu.SMEM(shape, dtype, transforms=swizzle(dtype, width))
+    emulate(body, 1, x, out, of(out.shape, wide, 128), narrow_smem=of(x.shape, dtype, source_width))
     np.testing.assert_array_equal(out, x[:, first : first + columns].astype(wide))
 
 

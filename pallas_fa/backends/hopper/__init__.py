@@ -6,7 +6,6 @@ from typing import Any
 from pallas_fa.backends.gpu import narrow_keys
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper import narrow
-from pallas_fa.backends.hopper.config import Config
 from pallas_fa.backends.hopper.support import reads_narrow, supports
 from pallas_fa.backends.record import Backend, Support
 from pallas_fa.problem import Operands, Problem, Residuals
@@ -23,11 +22,8 @@ def backend(gpu: Gpu, by_mma: Backend) -> Backend:
 
     def answer(problem: Problem) -> Support:
         is_not_converted = problem.has_narrow_keys and problem.pages and not reads_narrow(problem, gpu)
-        if is_not_converted and isinstance(problem.config, Config) and problem.config.forward:
-            return Support.neither(
-                f"config={problem.config!r} and {problem.kv_dtype} keys in pages; it converts them for tiles of one or two"
-                f" warpgroups and a multiple of {narrow.ROWS} keys, whole pages or a part of one, that fit shared memory"
-            )
+        if is_not_converted and (reason := narrow.why_not_tiles(problem)):
+            return Support.neither(reason)
         if is_not_converted or (problem.has_narrow_keys and is_left_to_mma(problem)):
             found = by_mma.supports(problem)._replace(only_named=None)
         else:

@@ -2,11 +2,11 @@
 
 from pallas_fa.backends.gpu.narrow_keys import PTX_NAMES
 from pallas_fa.backends.gpu.support import LARGEST_HEAD_DIM
-from pallas_fa.backends.hopper.config import ForwardConfig
+from pallas_fa.backends.hopper.config import Config, ForwardConfig
 from pallas_fa.problem import Problem
 
 _COLUMNS, _KEYS = 64, 8  # what head dims and the number of keys are multiples of: TMA copies their tiles at once
-ROWS = 64  # of a tile: those past a multiple lie apart
+_ROWS = 64  # of a tile: those past a multiple lie apart
 _MOST_ROWS = 1024  # of keys in one piece: past it, XLA converts them once in less time
 
 
@@ -19,8 +19,8 @@ def may_read(problem: Problem) -> bool:
         return False
     if problem.pages is None and problem.dims.T * problem.group > _MOST_ROWS:
         return False
-    tiles = getattr(problem.config, "forward", None)
-    if isinstance(tiles, ForwardConfig) and not may_convert(tiles):
+    tiles = _named(problem)
+    if tiles is not None and not may_convert(tiles):
         return False
     if problem.kv_dtype.name not in PTX_NAMES or problem.dtype.itemsize != 2 or problem.dims.S % _KEYS:
         return False
@@ -29,4 +29,18 @@ def may_read(problem: Problem) -> bool:
 
 def may_convert(tiles: ForwardConfig) -> bool:
     """Returns whether the load warpgroup has registers, and whole pieces of tiles, to convert such keys."""
-    return tiles.compute_wgs < 3 and tiles.block_kv % ROWS == 0 and not tiles.grouped_rows
+    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and not tiles.grouped_rows
+
+
+def why_not_tiles(problem: Problem) -> str | None:
+    """Returns why keys in pages are not read, if it may be the tiles that the call names; None if it names none."""
+    if _named(problem) is None:
+        return None
+    return (
+        f"config={problem.config!r} and {problem.kv_dtype} keys in pages; it converts them for tiles of one or two"
+        f" warpgroups and a multiple of {_ROWS} keys, whole pages or a part of one, that fit shared memory"
+    )
+
+
+def _named(problem):
+    return problem.config.forward if isinstance(problem.config, Config) else None

@@ -4,7 +4,7 @@ Evidence: decode/boxes-of-pages.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,23 +35,34 @@ def fitting(pages: Paged | None, configs: Sequence[ForwardConfig]) -> Sequence[F
     return configs if pages is None else [c for c in configs if why_not(pages, c.block_kv) is None] or configs
 
 
-def places(pages: Paged, table: Any, b: Any, rows: Any) -> list[tuple[Any, Any]]:
-    """Returns where `rows` of a sequence, a `pl.ds`, lie in device memory: (page, rows of it) for each box."""
+class Box(NamedTuple):
+    """Rows that TMA copies at once: those of a page, or of a sequence where there are none, and those of a tile.
+
+    `rows` and `of_tile` are `pl.ds`.
+    """
+
+    page: Any
+    rows: Any
+    of_tile: Any
+
+
+def places(pages: Paged, table: Any, b: Any, rows: Any) -> list[Box]:
+    """Returns the boxes of `rows` of a sequence, a `pl.ds`."""
     box = rows.size // boxes(pages, rows.size)
     first = lax.rem(rows.start, jnp.int32(pages.size)) if pages.size > box else 0
-    return [(page, pl.ds(first, box)) for page in page_numbers(pages, table, b, rows.start, rows.size, box)]
+    numbers = page_numbers(pages, table, b, rows.start, rows.size, box)
+    return [Box(page, pl.ds(first, box), pl.ds(i * box, box)) for i, page in enumerate(numbers)]
 
 
 def load(
     tiles: Tiles,
     pages: Paged,
     gmem: Any,
-    at: list[tuple[Any, Any]],
+    at: list[Box],
     head: Any,
     copied: Any,
     barrier: Any | OfChunk,
     column_part: Any = 0,
-    shared_by: tuple[int, int] = (0, 1),
 ) -> None:
     """Starts copying rows of one head into a tile; arrives on `barrier` once for each chunk of each box.
 
@@ -59,18 +70,14 @@ def load(
       tiles: those of the operand.
       pages: how its pages lie in memory.
       gmem: the pages.
-      at: the `places` of the tile's rows.
+      at: the `places` of the tile's rows, or some of them.
       head: of the pages.
       copied: TMA's view of the tile.
       barrier: announces the tile, or that of each chunk.
       column_part: which part of the columns, where CTAs share them.
-      shared_by: (number, count): that of the caller, of how many that take turns at the boxes.
     """
-    number, count = shared_by
-    for i in range(number, len(at), count):
-        page, rows = at[i]
-        box = rows.size
+    for page, rows, of_tile in at:
         for chunk in range(tiles.chunks):
             place = page, rows, head, tiles.columns(chunk, column_part)
             place = place if pages.layout == "PSKH" else (head, page, *place[1::2])
-            plgpu.copy_gmem_to_smem(gmem.at[place], copied.at[chunk, pl.ds(i * box, box)], of_chunk(barrier)(chunk))
+            plgpu.copy_gmem_to_smem(gmem.at[place], copied.at[chunk, of_tile], of_chunk(barrier)(chunk))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_fa.backends.gpu.addresses import WARPGROUP, i32, plus_bytes, pointer_to, swizzled, thread_index
+from pallas_fa.backends.gpu.addresses import WARPGROUP, SwizzledRow, i32, plus_bytes, pointer_to, swizzled, thread_index
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.narrow_keys import UNIT
 from pallas_fa.backends.gpu.narrow_words import converted
@@ -45,9 +45,10 @@ def reorder_queries(ref: Any, width: int) -> None:
         words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
         for first in range(0, rows * units, WARPGROUP):
             number = arith.addi(thread_index(), i32(first))
-            row, unit = _Row(smem, arith.divui(number, i32(units)), width), arith.remui(number, i32(units))
+            row, unit = arith.divui(number, i32(units)), arith.remui(number, i32(units))
+            of_row = SwizzledRow(smem, arith.divui(row, i32(8)), arith.remui(row, i32(8)), width)
             byte = arith.muli(unit, i32(2 * UNIT))
-            places = [row.place(arith.addi(byte, i32(half))) for half in (0, UNIT)]
+            places = [of_row.place(arith.addi(byte, i32(half))) for half in (0, UNIT)]
             low, high = (llvm.load(words, place) for place in places)
             for place, pairs in zip(places, ([0, 2, 4, 6], [1, 3, 5, 7]), strict=True):
                 llvm.store(vector.shuffle(low, high, pairs), place)
@@ -161,21 +162,6 @@ class _Matrices:
             elt_type=nvvm.LdStMatrixEltType.B16,
         )
         return [llvm.extractvalue(ir.IntegerType.get_signless(32), found, [i]) for i in range(4)]
-
-
-class _Row:
-    """A row of a tile in shared memory, which lies as `copies.Copies` leaves it."""
-
-    def __init__(self, smem: Any, row: Any, width: int):
-        self.width, pieces = width, ir.MemRefType(smem.type).shape[1]
-        self.row = swizzled(arith.muli(arith.remui(row, i32(8)), i32(width)), width)
-        self.start = plus_bytes(pointer_to(smem), arith.muli(arith.divui(row, i32(8)), i32(pieces * 8 * width)))
-
-    def place(self, byte: Any) -> Any:
-        """Returns a pointer to the 16 bytes at `byte` of the row."""
-        piece, byte = arith.divui(byte, i32(self.width)), arith.remui(byte, i32(self.width))
-        at = arith.addi(arith.muli(piece, i32(8 * self.width)), arith.xori(byte, self.row))
-        return plus_bytes(self.start, at)
 
 
 def _converted(register, source, dtype, interleaved=False):

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_fa.backends.gpu.addresses import i32, plus_bytes, pointer_to, swizzled, thread_index
+from pallas_fa.backends.gpu.addresses import SwizzledRow, i32, thread_index
 from pallas_fa.backends.gpu.narrow_keys import UNIT
 from pallas_fa.backends.gpu.narrow_words import converted
 from pallas_fa.backends.gpu.shared_memory import swizzle
@@ -37,8 +37,8 @@ def convert(source: Any, target: Any, first: int, source_width: int, target_widt
         unit = arith.andi(lane, i32(_UNITS - 1))
         # Eight threads access memory at a time: of two rows that differ by 5, in whose swizzles no bank comes twice.
         row = arith.xori(arith.shrui(lane, i32(3)), arith.muli(arith.andi(arith.shrui(lane, i32(2)), i32(1)), i32(5)))
-        read = _Pieces(source_smem, warp, row, source_width, source.shape[1])
-        written = _Pieces(target_smem, warp, row, target_width, 2 * columns)
+        read = SwizzledRow(source_smem, warp, row, source_width)
+        written = SwizzledRow(target_smem, warp, row, target_width)
         places = []  # of what is read, and of its two halves once they are converted
         for start in range(0, columns, UNIT * _UNITS):
             byte = arith.addi(arith.muli(unit, i32(UNIT)), i32(start))
@@ -58,22 +58,3 @@ def convert(source: Any, target: Any, first: int, source_width: int, target_widt
     layouts = (swizzle(ref.dtype, width) for ref, width in ((source, source_width), (target, target_width)))
     run: Any = plgpu.inline_mgpu(arg_types=tuple(map(plgpu.RefType, layouts)))(body)
     run(source, target)
-
-
-class _Pieces:
-    """A row of a warp's group of eight, of a tile whose rows lie in pieces of `width` bytes, of `row_bytes` in all."""
-
-    def __init__(self, smem: Any, warp: Any, row: Any, width: int, row_bytes: int):
-        self.width, self.group_bytes = width, _GROUP * row_bytes
-        self.start = plus_bytes(pointer_to(smem), arith.muli(warp, i32(self.group_bytes)))
-        self.row = swizzled(arith.muli(row, i32(width)), width)
-
-    def place(self, byte: Any) -> Any:
-        """Returns a pointer to the 16 bytes at `byte` of the row."""
-        piece, byte = arith.divui(byte, i32(self.width)), arith.remui(byte, i32(self.width))
-        start = plus_bytes(self.start, arith.muli(piece, i32(_GROUP * self.width)))
-        return plus_bytes(start, arith.xori(byte, self.row))
-
-    def later(self, place: Any, groups: int) -> Any:
-        """Returns a pointer to the same place of a group so many later."""
-        return plus_bytes(place, i32(groups * self.group_bytes))

@@ -1,6 +1,7 @@
 """The load warpgroup of the forward kernel: a warp for queries, keys and arrays, and one for values."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
@@ -43,15 +44,19 @@ class Load:
         plan, block = self.plan, self.block
         steps = work.steps_of(plan, block, self.gmem)
         self.before_steps()
-        # Where they lie is read before any wait, which hides the latency of the table of pages.
-        pl.loop(0, steps.end)(lambda i: self.of_step(steps, i, *self.rows_of_keys(steps, i)))
+
+        @pl.loop(0, steps.end)
+        def _(i):
+            keys = self.rows_of_keys(steps, i)
+            self.of_step(steps, i, keys, self.places(keys))  # before any wait, which hides the latency of the table
+
         return steps.end, work.array_steps(plan, steps, steps.end)
 
     def before_steps(self) -> None:
         """Loads what the block needs once, where its slots are free."""
 
     def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
-        """Loads for step i. `keys`: those of its key block; `at`: where they lie in pages."""
+        """Loads for step i. `keys`: the rows of its key block; `at`: their `places`."""
         raise NotImplementedError
 
     @staticmethod
@@ -59,29 +64,35 @@ class Load:
         """Waits for every completed phase of a barrier that no step waited for: each must be, before the CTA ends."""
         raise NotImplementedError
 
+    def announce_values(self, i: Any, announce: Callable[[Any], None]) -> None:
+        """Calls `announce` with the barrier that says that the values of step i have come."""
+        scratch, (_, slot) = self.scratch, self.slot(i)
+        if not self.plan.zeroes_padding:
+            announce(scratch["v_ready"].at[slot])
+            return
+        # If a key block reaches past the key length, it is the first. It is ready once its padding is zeroed.
+        pl.when(i == 0)(lambda: announce(scratch["v_loaded"].at[slot]))
+        pl.when(i > 0)(lambda: announce(scratch["v_ready"].at[slot]))
+
     def slot(self, i: Any) -> tuple[Any, Any]:
         """Returns (the steps before step i of all query blocks, the slot that it takes of a ring)."""
         step = self.block.done + i
         return step, lax.rem(step, self.plan.config.stages)
 
-    def rows_of_keys(self, steps: Any, i: Any) -> tuple[Any, Any]:
-        """Returns (rows of the key block of step i, where they lie in pages; None where keys and values are arrays)."""
-        block_kv, held = self.plan.config.block_kv, self.plan.problem.pages
-        rows = pl.ds(self.block.s0 + steps.key_block(i) * block_kv, block_kv)
-        return rows, None if held is None else pages.places(held, self.gmem.page_table, self.block.b, rows)
+    def rows_of_keys(self, steps: Any, i: Any) -> Any:
+        """Returns the rows of the key block of step i."""
+        block_kv = self.plan.config.block_kv
+        return pl.ds(self.block.s0 + steps.key_block(i) * block_kv, block_kv)
+
+    def places(self, rows: Any) -> Any:
+        """Returns the boxes of these rows in pages; None where keys and values are arrays."""
+        held = self.plan.problem.pages
+        return None if held is None else pages.places(held, self.gmem.page_table, self.block.b, rows)
 
     def load_rows(
-        self,
-        name: str,
-        tiles: Any,
-        rows: Any,
-        at: Any,
-        copied: Any,
-        ready: Any,
-        column_part: Any = 0,
-        shared_by: tuple[int, int] = (0, 1),
+        self, name: str, tiles: Any, rows: Any, at: Any, copied: Any, ready: Any, column_part: Any = 0
     ) -> None:
-        """Starts copying a tile of keys ("k") or values ("v"), whose rows and places are those of `rows_of_keys`.
+        """Starts copying rows of keys ("k") or values ("v"), or the boxes `at`, into a tile.
 
         The other arguments are those of `pages.load`.
         """
@@ -90,7 +101,7 @@ class Load:
             tiles.load(gmem, self.block.b, rows, self.kv_head, copied, ready, column_part)
             return
         head = self.kv_head if held.interleaved is None else 2 * self.kv_head + int(name == "v")
-        pages.load(tiles, held, gmem, at, head, copied, ready, column_part, shared_by)
+        pages.load(tiles, held, gmem, at, head, copied, ready, column_part)
 
 
 class Keys(Load):
@@ -116,9 +127,9 @@ class Keys(Load):
 
     @staticmethod
     def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
-        work.drain(plan, done, scratch["k_free"], plan.k_pieces)
+        drain(plan, done, scratch["k_free"], plan.k_pieces)
         if plan.arrays.streamed:
-            work.drain(plan, arrays_done, scratch["arrays_free"])
+            drain(plan, arrays_done, scratch["arrays_free"])
         if plan.several_blocks:
             plgpu.barrier_wait(scratch["q_free"])
 
@@ -176,20 +187,13 @@ class Values(Load):
     """The values of every step."""
 
     def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
-        plan, scratch = self.plan, self.scratch
         step, slot = self.slot(i)
-        wait_free(plan, step, slot, scratch["v_free"])
-        of_slot = functools.partial(self._values, keys, at, slot)
-        if not plan.zeroes_padding:
-            of_slot(scratch["v_ready"].at[slot])
-            return
-        # If a key block reaches past the key length, it is the first. It is ready once its padding is zeroed.
-        pl.when(i == 0)(lambda: of_slot(scratch["v_loaded"].at[slot]))
-        pl.when(i > 0)(lambda: of_slot(scratch["v_ready"].at[slot]))
+        wait_free(self.plan, step, slot, self.scratch["v_free"])
+        self.announce_values(i, functools.partial(self._values, keys, at, slot))
 
     @staticmethod
     def drain(plan: ForwardPlan, scratch: dict[str, Any], done: Any, arrays_done: Any) -> None:
-        work.drain(plan, done, scratch["v_free"])
+        drain(plan, done, scratch["v_free"])
 
     def _values(self, keys, at, slot, ready):
         for part in self.plan.value_rows:
@@ -201,3 +205,12 @@ class Values(Load):
 def wait_free(plan, step, slot, free):
     """Waits until all compute warpgroups have released a ring's slot, which is to be loaded again."""
     pl.when(step >= plan.config.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+
+
+def drain(plan: ForwardPlan, done: Any, free: Any, pieces: int = 1) -> None:
+    """Waits for every completed phase of the barriers of a ring that no step waited for: each must be, before the CTA ends.
+
+    `done`: steps that used the ring. `pieces`: barriers of a slot.
+    """
+    for i in range(plan.config.stages * pieces):
+        pl.when(i // pieces < done)(lambda i=i: plgpu.barrier_wait(free.at[i]))

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
@@ -136,15 +134,6 @@ def steps_of_warpgroup(plan: ForwardPlan, block: QueryBlock, steps: Steps, wg: A
 def array_steps(plan: ForwardPlan, steps: Steps, i: Any) -> Any:
     """Returns how many of a block's steps before step i used the streamed arrays."""
     return i if plan.score_streams or not plan.arrays.streamed else steps.boundary_steps_before(i)
-
-
-def drain(plan: ForwardPlan, done: Any, free: Any, pieces: int = 1) -> None:
-    """Waits for every completed phase of the barriers of a ring that no step waited for: each must be, before the CTA ends.
-
-    `done`: steps that used the ring. `pieces`: barriers of a slot.
-    """
-    for i in range(plan.config.stages * pieces):
-        pl.when(i // pieces < done)(lambda i=i: plgpu.barrier_wait(free.at[i]))
 
 
 def _visits(plan, t0, count, s0=0):

@@ -31,14 +31,16 @@ def load(plan: MlaPlan, work: Work, gmem: Any, scratch: dict[str, Any]) -> None:
 
 
 def _places(plan, work, gmem, key_block):
-    """Returns where the rows of a key block lie in device memory: (sequence, rows), or a (page, rows) for each box."""
+    """Returns the boxes of the rows of a key block: one of a sequence, or those of its pages."""
     rows, held = pl.ds(key_block * KEYS, KEYS), plan.problem.pages
-    return [(work.b, rows)] if held is None else pages.places(held, gmem.page_table, work.b, rows)
+    return (
+        [pages.Box(work.b, rows, pl.ds(0, KEYS))] if held is None else pages.places(held, gmem.page_table, work.b, rows)
+    )
 
 
 def _load_piece(gmem, scratch, name, slot, places):
     start, size = PIECES[name]
-    for i, (entry, rows) in enumerate(places):
+    for entry, rows, of_piece in places:
         source = gmem.cache.at[entry, rows, pl.ds(start, size)]
-        target = scratch[f"{name}_smem"].at[slot, pl.ds(i * rows.size, rows.size)]
+        target = scratch[f"{name}_smem"].at[slot, of_piece]
         plgpu.copy_gmem_to_smem(source, target, scratch[f"{name}_ready"].at[slot])
