@@ -40,7 +40,7 @@ CASES = {
     "segments, a warpgroup sits out": (dataclasses.replace(WIDE, T=260, S=260, mask="segments"), {}),
     "a warpgroup sits out, head dim 256": (
         dataclasses.replace(BASE, T=270, S=270, N=1, H=256, Hv=256, mask="window_causal"),
-        {},
+        {"config": Config(backward=BackwardConfig(2, 64, (2, 1)))},
     ),
     "statistics last": (
         dataclasses.replace(BASE, T=200, S=200, N=4, K=2, mask="causal"),
@@ -165,6 +165,58 @@ AT_192 = {
         dataclasses.replace(BASE, T=200, S=200, H=192, Hv=64, mask="dense", dtype="float16"),
         {"config": Config(backward=BackwardConfig(2, 64, (1, 1), 1, p_before_dp=True, statistics_last=True))},
     ),
+}
+
+
+def _by_gradient(**tiles):
+    config = Config(backward=BackwardConfig(2, 64, by_gradient=True, **tiles))
+    return {"config": config, "deterministic_gradients": True}
+
+
+# A warpgroup for each of dV and dK: what is chosen past 128, and what may be named where it costs less to interpret.
+BY_GRADIENT = {
+    "full, head dim 256": (dataclasses.replace(BASE, T=136, S=200, H=256, Hv=256), {}),
+    "a soft cap and a window, head dim 192": (
+        dataclasses.replace(BASE, T=136, S=200, H=192, Hv=192, mask="window_causal", score="soft_cap"),
+        {},
+    ),
+    "Hv past H, segments, grouped heads": (
+        dataclasses.replace(BASE, T=136, S=200, N=4, K=2, H=72, Hv=192, mask="segments"),
+        {},
+    ),
+    "a dense mask, float16": (
+        dataclasses.replace(BASE, T=136, S=200, H=200, Hv=136, mask="dense", dtype="float16"),
+        {},
+    ),
+    "lengths, empty rows": (
+        dataclasses.replace(BASE, T=130, S=200, batch=(2,), mask="lengths"),
+        _by_gradient(statistics_last=True),
+    ),
+    "one stage, lengths": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths"),
+        _by_gradient(stages=(1, 1)),
+    ),
+    "one stage, a dense mask": (dataclasses.replace(BASE, T=200, S=200, mask="dense"), _by_gradient(stages=(1, 1))),
+    "several blocks": (
+        dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
+        _by_gradient(persistent_ctas=3),
+    ),
+    "several blocks by tickets": (
+        dataclasses.replace(BASE, T=200, S=200, N=2, K=2, batch=(2,), mask="causal"),
+        _by_gradient(persistent_ctas=3, by_tickets=True),
+    ),
+    "heads in parts": (
+        dataclasses.replace(BASE, T=136, S=200, N=4, mask="causal"),
+        _by_gradient(head_parts=2),
+    ),
+    "128 queries": (
+        dataclasses.replace(BASE, T=300, S=200, mask="causal"),
+        {
+            "config": Config(backward=BackwardConfig(2, 128, by_gradient=True)),
+            "deterministic_gradients": True,
+        },
+    ),
+    "a block mask": (dataclasses.replace(BASE, T=300, S=300, mask="blocks"), _by_gradient()),
 }
 
 

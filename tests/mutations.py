@@ -28,6 +28,7 @@ class Mutation(NamedTuple):
 
 
 CONVERT, LOAD_NARROW = (f"backends/hopper/forward/{name}.py" for name in ("convert", "load_narrow"))
+OF_EACH = "backends/hopper/backward/by_gradient.py"
 CONVERTED = "tests/test_narrow_on_hopper.py -k where_each"
 NARROW_ON_HOPPER = "tests/test_narrow_on_hopper.py -k free_of_races"
 INTERVALS = "tests/test_documents.py -k ranges"
@@ -40,6 +41,7 @@ BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
 ORDER = "tests/test_backward_plan.py -k order_of_grouped"
 HEAD_PARTS = "tests/test_backward_interpreted.py -k head_parts"
 AT_192 = "tests/test_backward_interpreted.py -k head_dim_192"
+BY_GRADIENT = "tests/test_backward_interpreted.py -k warpgroup_for_each"
 LOWERED_192 = "tests/test_backward_lowering.py -k head_dim_192"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
@@ -190,6 +192,12 @@ MUTATIONS = (
     Mutation(LOAD_NARROW, "jnp.minimum(later, steps.end - 1)", "i", NARROW_ON_HOPPER),
     Mutation(LOAD_NARROW, "at[number::_WARPS]", "at[0::_WARPS]", "tests/test_narrow_on_hopper.py -k in_pages"),
     Mutation("backends/gpu/narrow_keys.py", "problem.H % UNIT or problem.Hv % UNIT", "problem.H % 8", NARROW),
+    Mutation(OF_EACH, 'w.barriers["weights_ready"].wait()', "pass", BY_GRADIENT),
+    Mutation(OF_EACH, 'w.barriers["weights_free"].wait()', "pass", BY_GRADIENT),
+    Mutation(OF_EACH, "w.slots(done - 1)", "w.slots(done)", BY_GRADIENT),
+    Mutation(OF_EACH, "finish(w, done)  #", "pass  #", BY_GRADIENT),
+    Mutation(OF_EACH, "tile.pullback(s, p, problem.scale)", "(p,)", BY_GRADIENT),
+    Mutation("backends/hopper/backward/compute.py", " or plan.by_gradient:", ":", BY_GRADIENT),
 )  # fmt: skip
 
 

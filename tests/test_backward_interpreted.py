@@ -11,7 +11,7 @@ import pytest
 from pallas_fa import dot_product_attention, masks
 from pallas_fa.backends.gpu import named_barriers
 from pallas_fa.backends.hopper.backward import order
-from pallas_fa.backends.hopper.backward.choose import choose
+from pallas_fa.backends.hopper.backward.choose import choose, choose_passes
 from pallas_fa.backends.hopper.backward.plan import passes
 from pallas_fa.backends.hopper.config import BackwardConfig, Config
 from pallas_fa.problem import normalise
@@ -21,6 +21,7 @@ from tests import missing_wait
 from tests.interpreted_backward import (
     AT_192,
     BASE,
+    BY_GRADIENT,
     CASES,
     GPU,
     HEAD_PARTS,
@@ -41,6 +42,14 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
 @pytest.mark.parametrize("name", AT_192)
 def test_head_dim_192_is_right_and_free_of_races(name):
     is_right_and_free_of_races(*AT_192[name])
+
+
+@pytest.mark.parametrize("name", BY_GRADIENT)
+def test_a_warpgroup_for_each_gradient_is_right_and_free_of_races(name):
+    case, keywords = BY_GRADIENT[name]
+    problem, _ = problem_of(case, keywords)
+    assert choose(problem, choose_passes(problem, GPU)[0], GPU).by_gradient
+    is_right_and_free_of_races(case, keywords)
 
 
 @pytest.mark.parametrize("name", HEAD_PARTS)

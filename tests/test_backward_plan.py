@@ -87,6 +87,37 @@ def test_passes_that_hold_queries_have_no_parts():
     assert parts == {("dk", "dv"): 8, ("dq",): 1}
 
 
+TWO, THREE = [("dk", "dv"), ("dq",)], [("dv",), ("dk",), ("dq",)]
+
+
+@pytest.mark.parametrize(
+    ("expected", "case", "keywords"),
+    [
+        (TWO, dict(), {}),
+        (TWO, dict(mask="window_causal", score="soft_cap"), {}),
+        (TWO, dict(mask="lengths", batch=(2,)), {}),
+        (TWO, dict(mask="segments"), {}),
+        (TWO, dict(mask="dense"), {}),
+        (TWO, dict(H=72, Hv=136, dtype="float16"), {}),
+        (TWO, dict(H=192, Hv=128, mask="causal"), {"deterministic_gradients": True}),
+        ([("dk", "dv", "dq")], dict(T=200, S=200, H=192, Hv=128, mask="causal"), {}),
+        (TWO, dict(H=192, Hv=128, mask="causal"), {}),  # keys in three chunks, of which two warpgroups can't share dQ
+        (THREE, dict(mask="lengths", batch=(2,), score="soft_cap"), {}),  # elements are tested for padding
+        (THREE, dict(dropout=0.1), {}),
+        (THREE, dict(score="bias"), {}),
+        (THREE, dict(score="alibi"), {}),
+        (THREE, dict(H=264), {}),
+        (THREE, dict(), {"config": Config(backward=BackwardConfig(2, 64, (2, 1)))}),
+    ],
+    ids=str,
+)
+def test_passes_past_128(expected, case, keywords):
+    problem, _ = problem_of(dataclasses.replace(WIDE, **dict(H=256, Hv=256) | case), keywords)
+    kinds = choose_passes(problem, GPU)
+    assert [list(kind.gives) for kind in kinds] == [list(gives) for gives in expected]
+    assert choose(problem, kinds[0], GPU).by_gradient == (expected == TWO)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", ["full", "causal", "lengths", "window_causal", "segments", "dense", "blocks"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128), (192, 128), (256, 256), (320, 320)])

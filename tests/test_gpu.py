@@ -57,7 +57,7 @@ LARGE_CASES = tuple(
 LONG_CASES = tuple(
     Case(T, S, mask, "plain", "bfloat16", N=4, K=2, H=H, Hv=H)
     for T, S, mask in ((1500, 1500, "packed"), (100, 5000, "full"), (2000, 300, "bottom_right"))
-    for H in (64, 128)
+    for H in (64, 128, 256)
 ) + (
     Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=64, Hv=64),
     Case(1024, 1024, "causal", "plain", "bfloat16", N=16, K=2, H=128, Hv=128),

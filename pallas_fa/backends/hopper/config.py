@@ -121,6 +121,8 @@ class BackwardConfig:
       head_parts: parts of the query heads of a key head, each with CTAs of its own, whose gradients of keys and values XLA
         adds up. For calls whose blocks of keys do not fill the GPU. A divisor of the number of these heads; for passes that
         hold keys.
+      by_gradient: the two compute warpgroups hold the same 64 keys, and one adds to dV, the other to dK. For a pass that
+        gives these two, where `BackwardPlan.by_gradient` says so: head dims up to 256 (evidence: backward/by-gradient).
     """
 
     compute_wgs: int = 2
@@ -139,6 +141,7 @@ class BackwardConfig:
     persistent_ctas: int = 0
     by_tickets: bool = False
     head_parts: int = 1
+    by_gradient: bool = False
 
     def __post_init__(self):
         check_types(self)
@@ -160,6 +163,11 @@ class BackwardConfig:
             raise ValueError(f"l2_head_group={self.l2_head_group} must be at least 1.")
         if self.persistent_ctas < 0:
             raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
+        if self.by_gradient and (self.compute_wgs != 2 or self.chunk_slots):
+            raise ValueError(
+                f"by_gradient=True needs compute_wgs=2 and chunk_slots=0, and they are {self.compute_wgs} and"
+                f" {self.chunk_slots}."
+            )
         if self.head_parts < 1:
             raise ValueError(f"head_parts={self.head_parts} must be at least 1, for all query heads in one part.")
 
@@ -171,7 +179,7 @@ class BackwardConfig:
     @property
     def row_groups(self) -> int:
         """Groups of warpgroups that hold the same positions."""
-        return 1 if self.chunk_slots else self.compute_wgs
+        return 1 if self.chunk_slots or self.by_gradient else self.compute_wgs
 
     @property
     def block(self) -> int:

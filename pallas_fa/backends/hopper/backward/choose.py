@@ -12,7 +12,7 @@ from pallas_fa.backends.gpu.shared_memory import first_that_fits, fits
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward.choose_order import with_best_order
 from pallas_fa.backends.hopper.backward.dq import can_share_dq
-from pallas_fa.backends.hopper.backward.plan import BackwardPlan, passes, passes_with_sums
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan, fewer_passes, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
 from pallas_fa.masks.lengths import Lengths, without_lengths
@@ -21,7 +21,7 @@ from pallas_fa.problem import Problem
 
 def choose_passes(problem: Problem, gpu: Gpu) -> tuple[GradientPass, ...]:
     """Returns the passes that give all gradients: those with sums of dQ where their tiles fit shared memory."""
-    for fused in passes_with_sums(problem):
+    for fused in fewer_passes(problem):
         if all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in fused):
             return fused
     return passes(problem)
@@ -59,9 +59,16 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
     )
     named = problem.config and problem.config.backward
     configs = (named,) if named else backward_configs(facts, gpu)
-    plans = [BackwardPlan(problem, kind, config, gpu, interpret) for config in configs]
+    plans = [_applicable(BackwardPlan(problem, kind, config, gpu, interpret)) for config in configs]
     if len(kind.gives) > 1:
         plans = [p for p in plans if p.fits_registers and not p.chunked]
     if kind.fused and problem.dropout is not None and problem.dropout.aligned and not interpret:
         plans = [dataclasses.replace(p, shares_draws=shares) for p in plans for shares in (True, False)]
     return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk, p.tiles.streamed_qk)]
+
+
+def _applicable(plan):
+    """The plan, without warpgroups for one gradient each where these do not apply."""
+    if plan.by_gradient or not plan.config.by_gradient:
+        return plan
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, by_gradient=False))

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import PER_ROW
-from pallas_fa.backends.hopper.backward import work
+from pallas_fa.backends.hopper.backward import by_gradient, work
 from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_stationary
 from pallas_fa.backends.hopper.backward.scale_ds import scale_stationary, times
 from pallas_fa.backends.hopper.backward.step import skip, step
@@ -25,7 +25,7 @@ def compute(w: Warpgroup, after: Callable[[], Any]) -> tuple[Any, Any]:
     Returns (the steps after the block, after()), as `work.for_blocks` asks for.
     """
     plan, kind = w.plan, w.plan.kind
-    ds_factor = w.gmem.ds_factors[0] if plan.scales_ds else None  # read while operands are loaded
+    ds_factor = w.gmem.ds_factors[0] if plan.scales_ds and "qk" in w.gives else None  # read while operands are loaded
     if not plan.order.by_tickets:  # else the block's number has come with it
         plgpu.barrier_wait(w.block.slot_of(w.scratch["stationary_qk_ready"]))
     if plan.padding.stationary:
@@ -36,8 +36,7 @@ def compute(w: Warpgroup, after: Callable[[], Any]) -> tuple[Any, Any]:
         scale_stationary(w, ds_factor)
     if plan.several_blocks:
         _release_block_before(w)
-    given = dict(qk=plan.tiles.stationary_qk) if kind.accumulates_qk else {}
-    given |= dict(pv=plan.tiles.stationary_pv) if kind.accumulates_pv else {}
+    given = {name: getattr(plan.tiles, f"stationary_{name}") for name in w.gives}
 
     counts = {name: tiles.chunks // plan.column_parts for name, tiles in given.items()}
 
@@ -48,6 +47,8 @@ def compute(w: Warpgroup, after: Callable[[], Any]) -> tuple[Any, Any]:
             done = _all_heads(w, accs)
         else:
             done = work.for_heads(plan, w.block, lambda n, done: _head(w, n, done, accs))
+        if plan.by_gradient:
+            by_gradient.finish(w, done)
         return done, *(acc[...] for acc in refs)
 
     stand_ins, shapes = [], []
@@ -82,10 +83,10 @@ def _store(w, d_qk, d_pv):
     d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
     d_qk = [times(x, qk_scale) for x in d_qk]
     if plan.has_head_parts:
-        for name in plan.kind.stored:
-            _store_part(w, name, dict(dk=d_qk, dv=d_pv)[name])
+        for name in w.gives:
+            _store_part(w, *dict(qk=("dk", d_qk), pv=("dv", d_pv))[name])
         return
-    if plan.splits or plan.column_parts > 1:
+    if plan.splits or plan.column_parts > 1 or plan.by_gradient:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
     if d_pv:  # else no other warpgroup reads these rows
         stores.append((*_stage(w, "stationary_pv", w.stationary_pv_name, d_pv), "dv"))

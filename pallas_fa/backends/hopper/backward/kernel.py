@@ -6,7 +6,7 @@ warpgroups hold 64 stationary positions each; the following is for keys, and a p
 and keys exchanged. In a step they compute S^T = K Q^T and dP^T = V dO^T. P^T and dS^T stay in registers as left operands
 of dV += P^T dO and dK += dS^T Q. dS^T also goes through shared memory, as operand of dQ = dS K, which needs the keys of
 all warpgroups. Where registers are short, S and dP take them one after the other, and dK's matmul, too, reads dS^T there
-(`p_before_dp`).
+(`p_before_dp`). Or the two compute warpgroups hold the same keys, one with dV and the other with dK (`by_gradient`).
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.hopper.backward import by_gradient, work
 from pallas_fa.backends.hopper.backward import gmem as device_memory
-from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.compute import compute
 from pallas_fa.backends.hopper.backward.load import load
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
@@ -32,11 +32,17 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
     wg = lax.axis_index("wg")
     compute_registers, memory_registers = c.registers
 
+    def for_blocks(wg):
+        of_block = lambda block, after: compute(Warpgroup(plan, block, wg, gmem, scratch), after)
+        work.for_blocks(plan, gmem, scratch, of_block)
+
     @pl.when(wg < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        of_block = lambda block, after: compute(Warpgroup(plan, block, wg, gmem, scratch), after)
-        work.for_blocks(plan, gmem, scratch, of_block)
+        if plan.by_gradient:
+            by_gradient.run(plan, wg, scratch, for_blocks)
+        else:
+            for_blocks(wg)
         if dq:
             barriers(plan, scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
         if plan.order.ordered_sums:

@@ -22,6 +22,9 @@ from pallas_fa.problem import Problem
 SUM_COLUMNS = 64  # of a tile's gradients of arrays that are staged at once, to be added up
 
 
+_IN_FIXED_ORDER = GradientPass(("dk", "dv")), GradientPass(("dq",))
+
+
 def passes(problem: Problem) -> tuple[GradientPass, ...]:
     """Returns the passes over the logits that give all gradients, whatever arrays mask and score have.
 
@@ -31,20 +34,23 @@ def passes(problem: Problem) -> tuple[GradientPass, ...]:
     if max(problem.H, problem.Hv) > 128:
         return GradientPass(("dv",)), GradientPass(("dk",)), GradientPass(("dq",))
     if has_per_query_gradients(problem) or problem.deterministic_gradients:
-        return GradientPass(("dk", "dv")), GradientPass(("dq",))
+        return _IN_FIXED_ORDER
     return (GradientPass(("dk", "dv", "dq")),)
 
 
-def passes_with_sums(problem: Problem) -> tuple[tuple[GradientPass, ...], ...]:
-    """Returns passes to try before these, the fastest first, where head dims past 128 leave registers for them.
+def fewer_passes(problem: Problem) -> tuple[tuple[GradientPass, ...], ...]:
+    """Returns passes to try before these past a head dim of 128, the fastest first: some fit registers or memory at times.
 
-    One pass takes five matmuls (evidence: backward/one-pass-at-192), two take six (evidence: backward/two-passes-at-192).
-    They add dQ up as the single pass up to 128 does, in no fixed order.
+    One pass takes five matmuls (evidence: backward/one-pass-at-192), two take six (evidence: backward/two-passes-at-192):
+    they add dQ up as the single pass up to 128 does, in no fixed order. Two in a fixed order take seven (evidence:
+    backward/by-gradient).
     """
-    leaves_registers = 128 < problem.H <= 192 and problem.Hv <= 128
-    if not leaves_registers or has_per_query_gradients(problem) or problem.deterministic_gradients:
+    if max(problem.H, problem.Hv) <= 128:
         return ()
-    return (GradientPass(("dk", "dv", "dq")),), (GradientPass(("dv",)), GradientPass(("dk", "dq")))
+    leaves_registers = problem.H <= 192 and problem.Hv <= 128
+    if not leaves_registers or has_per_query_gradients(problem) or problem.deterministic_gradients:
+        return (_IN_FIXED_ORDER,)
+    return (GradientPass(("dk", "dv", "dq")),), (GradientPass(("dv",)), GradientPass(("dk", "dq"))), _IN_FIXED_ORDER
 
 
 class Padding(NamedTuple):
@@ -114,9 +120,24 @@ class BackwardPlan(BackwardCore):
         return self.config.p_before_dp and len(self.kind.gives) == 3 and from_p_alone and not self.splits
 
     @property
+    def by_gradient(self) -> bool:
+        """Whether one compute warpgroup adds to dV and the other to dK (see `by_gradient`).
+
+        Where dS is a factor that is known with P, times dP, and nothing else needs dS.
+        """
+        is_product = self.problem.dropout is None and not self.score_gradients.floats
+        applies = self.kind.gives == ("dk", "dv") and not self.padding.behind_mask and not self.splits
+        return self.config.by_gradient and applies and is_product
+
+    @property
     def fits_registers(self) -> bool:
         """Whether a warpgroup has registers for the gradients that the pass accumulates, beside tiles of logits."""
-        return self.p_before_dp or len(self.kind.stored) == 1 or max(self.problem.H, self.problem.Hv) <= 128
+        return (
+            self.p_before_dp
+            or self.by_gradient
+            or len(self.kind.stored) == 1
+            or max(self.problem.H, self.problem.Hv) <= 128
+        )
 
     @property
     def scales_ds(self) -> bool:
@@ -169,7 +190,7 @@ class BackwardPlan(BackwardCore):
     @property
     def column_parts(self) -> int:
         """Warpgroups that share the columns of a gradient."""
-        return self.config.compute_wgs // self.config.row_groups
+        return 1 if self.by_gradient else self.config.compute_wgs // self.config.row_groups
 
     @property
     def splits(self) -> bool:

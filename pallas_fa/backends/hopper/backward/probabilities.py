@@ -1,6 +1,7 @@
 """P and dS of one tile of logits of the backward kernel."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_fa.backends.gpu.registers import rounded
 from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.backward import chunks
 from pallas_fa.backends.hopper.backward.padding import zero_keys, zero_streamed
+from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.warpgroup import Accumulators, Slots, Warpgroup
 
 
@@ -41,28 +43,22 @@ def probabilities(
     plan, kind, wgmma = w.plan, w.plan.kind, w.wgmma
     problem, shape, scale = plan.problem, (64, plan.config.width), plan.problem.scale
 
-    def statistic(name, slot):
-        smem = w.scratch[f"{name}_smem"]
-        if kind.keys_stationary:
-            return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_COLUMN), shape, [1])
-        return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_ROW), shape, [0])
-
     # Under a mask, a wait between matmuls makes ptxas serialise them (C7512).
     whole_step, waits_first = plan.array_slots > 1, problem.mask is not None
     if waits_first:
         w.wait_for_array_tiles(slots)
-    statistics_last, of_rows = plan.statistics_last, lambda smem: [smem.at[i, rows] for i in range(smem.shape[0])]
+    statistics_last = plan.statistics_last
 
     def body(s_acc, dp_acc: Any = None):
         # Both start before the first matmul: ptxas would make them wait for it.
         if not plan.scored and not statistics_last:
-            s_acc[...] = statistic("neg_lse", slots.qk)
+            s_acc[...] = statistic(w, "neg_lse", slots.qk, rows)
         if dp_acc is not None and plan.delta_first:
-            dp_acc[...] = statistic("delta", slots.pv)
+            dp_acc[...] = statistic(w, "delta", slots.pv, rows)
         if plan.chunked:
             chunks.products(w, done, rows, slots.qk, {"qk": s_acc} | ({"pv": dp_acc} if kind.accumulates_qk else {}))
             return after_products(s_acc, dp_acc, 0)
-        wgmma.inner_products(s_acc, of_rows(w.stationary_qk), w.streamed_qk.at[slots.qk])
+        wgmma.inner_products(s_acc, w.chunks_of_stationary("qk", rows), w.streamed_qk.at[slots.qk])
         if statistics_last:
             w.wait_for_pv(slots)
             zero_streamed(w, at, slots, "pv")
@@ -77,28 +73,28 @@ def probabilities(
 
     def after_p(p, dp_acc):
         if plan.delta_first:
-            dp_acc[...] = statistic("delta", slots.pv)
+            dp_acc[...] = statistic(w, "delta", slots.pv, rows)
         streamed_pv = w.streamed_pv.at[slots.pv]
         wgmma.weighted_sums(accs.pv, (p,), streamed_pv)
-        wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), streamed_pv)
+        wgmma.inner_products(dp_acc, w.chunks_of_stationary("pv", rows), streamed_pv)
         dp = wgmma.result(dp_acc, in_flight=0)
-        dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
+        dp = dp if plan.delta_first else dp + statistic(w, "delta", slots.pv, rows)
         ds = products.operand(problem, p.astype(jnp.float32) * dp)
         return (p,), _padded(w, at, ds), sums, {}
 
     def after_logits(s_acc, dp_acc: Any):
         issued = 0
         if kind.accumulates_qk:
-            issued = wgmma.inner_products(dp_acc, of_rows(w.stationary_pv), w.streamed_pv.at[slots.pv])
+            issued = wgmma.inner_products(dp_acc, w.chunks_of_stationary("pv", rows), w.streamed_pv.at[slots.pv])
         return after_products(s_acc, dp_acc, issued)
 
     def tile_and_p(s):
         if not waits_first:
             w.wait_for_array_tiles(slots)
-        tile = TileOfLogits.of(plan, at, lambda i: _array(w, i, slots))
+        tile = TileOfLogits.of(plan, at, lambda i: array_of_tile(w, i, slots))
         if not whole_step:
             w.release_array_tiles(slots)
-        p = _exponentials(plan, tile, s, lambda: statistic("neg_lse", slots.qk))
+        p = exponentials(plan, tile, s, lambda: statistic(w, "neg_lse", slots.qk, rows))
         return tile, tile.zero_where_masked(p)
 
     def after_products(s_acc, dp_acc: Any, issued):
@@ -115,9 +111,9 @@ def probabilities(
         weights = tile.pullback(s, p, scale) if kept is None else None
         dp = wgmma.result(dp_acc, in_flight=0)
         if weights is None:  # delta is that of all P
-            found = tile.pullback(s, kept_p * dp + p * statistic("delta", slots.pv), scale)
+            found = tile.pullback(s, kept_p * dp + p * statistic(w, "delta", slots.pv, rows), scale)
         else:
-            dp = dp if plan.delta_first else dp + statistic("delta", slots.pv)
+            dp = dp if plan.delta_first else dp + statistic(w, "delta", slots.pv, rows)
             found = [weight * dp for weight in weights]
         ds, *gradients = tile.without_nan(found, plan.padding.behind_mask or plan.scored)
         if whole_step:
@@ -133,13 +129,21 @@ def probabilities(
     return wgmma.scoped(body, *(shape,) * (2 if kind.accumulates_qk and not statistics_last else 1))
 
 
+def statistic(w: Warpgroup, name: str, slot: Any, rows: Any = None) -> Any:
+    """Returns a row statistic, broadcast to a tile, from its slot. `rows`: this warpgroup's, where it holds queries."""
+    smem, shape = w.scratch[f"{name}_smem"], (64, w.plan.config.width)
+    if w.plan.kind.keys_stationary:
+        return lax.broadcast_in_dim(plgpu.load(smem.at[slot], layout=PER_COLUMN), shape, [1])
+    return lax.broadcast_in_dim(plgpu.load(smem.at[0, rows], layout=PER_ROW), shape, [0])
+
+
 def _padded(w, at, ds):
     """The parts of dS, with zeros in the rows of keys past a length if dQ sums over them."""
     return tuple(zero_keys(w, part, at.n) for part in ds) if w.plan.padding.ds else ds
 
 
-def _exponentials(plan, tile, s, neg_lse):
-    """P of the products `s`, before masks. `neg_lse`: loads the statistic, where the products do not start at it."""
+def exponentials(plan: BackwardPlan, tile: TileOfLogits, s: Any, neg_lse: Callable[[], Any]) -> Any:
+    """Returns P of the products `s`, before masks. `neg_lse`: loads the statistic, where the products do not start at it."""
     scale = plan.problem.scale
     if plan.scored:
         y, factor = tile.scores(s, scale)
@@ -152,8 +156,8 @@ def _exponentials(plan, tile, s, neg_lse):
     return jnp.exp2(s * (scale * LOG2E))
 
 
-def _array(w, i, slots):
-    """The part of array i in a tile of this warpgroup, from its slot."""
+def array_of_tile(w: Warpgroup, i: int, slots: Slots) -> Any:
+    """Returns the part of array i in a tile of this warpgroup, from its slot."""
     array, smem = w.plan.arrays[i], w.scratch[f"array{i}_smem"]
     smem = smem.at[slots.arrays, w.row_group] if array.kind == "tile" else smem.at[slots.qk]
     if array.kind == "column":

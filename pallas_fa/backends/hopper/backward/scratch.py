@@ -35,7 +35,8 @@ def scratch(plan: BackwardPlan) -> dict[str, Any]:
 def on_gpu(plan: BackwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
     # What threads share of dropout is at the start of memory: fewer registers hold its addresses.
-    return _dropout(plan) | _arrays(plan) | _delta(plan) | _dq(plan) | _score_gradients(plan) | _operands(plan)
+    handed = _dq(plan) | _weights(plan)
+    return _dropout(plan) | _arrays(plan) | _delta(plan) | handed | _score_gradients(plan) | _operands(plan)
 
 
 def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
@@ -44,7 +45,8 @@ def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarr
     `wgs_meet`: all compute warpgroups. `streamed_x_free`: nothing reads a slot of that ring any more;
     `stationary_free`: nor a slot of stationary operands, of several blocks. `dq_ready`,
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again. `sums_ready`, `sums_free`: the same of
-    the gradients that a warp of their own adds up, of all warpgroups.
+    the gradients that a warp of their own adds up, of all warpgroups. `weights_ready`, `weights_free`: the tile that the
+    warpgroup for dV hands to that for dK (see `by_gradient`).
     """
     return numbered(_parties(plan), scratch)
 
@@ -64,6 +66,9 @@ def _parties(plan):
     if plan.dq:
         parties["dq_ready"] = Parties(plan.dq.store_warps * wgs, arrivals=1, arriving=WARPGROUP, waiting=WARP)
         parties["dq_free"] = Parties(wgs, arrivals=1, arriving=WARP, waiting=WARPGROUP)
+    if plan.by_gradient:
+        one = Parties(1, arrivals=1, arriving=WARPGROUP, waiting=WARPGROUP)
+        parties |= dict(weights_ready=one, weights_free=one)
     if plan.order.ordered_sums:
         parties["sums_ready"] = Parties(1, arrivals=wgs, arriving=WARPGROUP, waiting=WARP)
         parties["sums_free"] = Parties(1, arrivals=1, arriving=WARP, waiting=wgs * WARPGROUP)
@@ -74,7 +79,8 @@ def _arrays(plan):
     c, tiles = plan.config, len(plan.array_tiles)
     lead = lambda array: (plan.array_slots, c.row_groups) if array.kind == "tile" else (c.stages[0],)
     rows = lambda array: 64 if array.kind == "tile" else c.block
-    barrier = {"array_tiles_ready": c.row_groups * tiles, "array_tiles_free": c.compute_wgs} if tiles else {}
+    readers = 1 if plan.by_gradient else c.compute_wgs
+    barrier = {"array_tiles_ready": c.row_groups * tiles, "array_tiles_free": readers} if tiles else {}
     slots = dict(num_barriers=plan.array_slots)
     return {name: plgpu.Barrier(num_arrivals=arrivals, **slots) for name, arrivals in barrier.items()} | {
         f"array{i}_smem": array.scratch(*lead(array), rows=rows(array), columns=c.width)
@@ -112,6 +118,10 @@ def _dq(plan):
         # The factors of dQ have the same swizzle.
         ds_smem=_swizzled((c.ds_stages * tiles.parts, c.block, c.width), tiles.dtype, tiles.swizzled),
     )
+
+
+def _weights(plan):
+    return dict(weights_smem=_swizzled((64, plan.config.width), _F32, 128)) if plan.by_gradient else {}
 
 
 def _swizzled(shape, dtype, width):

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.gradient_tile import TilePlace
 from pallas_fa.backends.gpu.layouts import TILE
 from pallas_fa.backends.gpu.registers import opaque
-from pallas_fa.backends.hopper.backward import chunks
+from pallas_fa.backends.hopper.backward import by_gradient, chunks
 from pallas_fa.backends.hopper.backward.array_gradients import store_array_gradients
 from pallas_fa.backends.hopper.backward.dq import DqSums
 from pallas_fa.backends.hopper.backward.padding import zero_streamed
@@ -27,6 +27,9 @@ def step(w: Warpgroup, at: TilePlace, done: Any, sums: tuple[Any, ...], accs: Ac
     plan, wgmma = w.plan, w.wgmma
     if plan.chunked:
         return _step_of_chunks(w, at, done, sums, accs)
+    if plan.by_gradient:
+        by_gradient.step(w, at, done, accs)
+        return sums
     wg = opaque(w.wg, plan.interpret)
     rows = pl.ds(wg * 64, 64)
     slots = w.slots(done)

@@ -113,7 +113,7 @@ STATISTICS_LAST = Table(
     Row(False, tests_arrays=True),
     Row(False, score_arrays=True),
     Row(False, scored=True, **_H128),
-    Row(False, gives=_KEYS),
+    Row(False, gives=_KEYS, **_H128),
     Row(False, "library/dropout-by-philox", **_H64, dropout=True),
     Row(True, "library/dropout-by-philox", **_H128, dropout=True),
     Row(False, dropout=True),
@@ -207,6 +207,8 @@ _LARGE = (
     BackwardConfig(1, 64, (1, 1)),
 )
 
+_LARGE_OPTIONS = dict(statistics_last=STATISTICS_LAST, l2_head_group=LARGE_L2_HEAD_GROUP)
+_BY_GRADIENT = Choice((BackwardConfig(2, 64, by_gradient=True),), _LARGE_OPTIONS, ())
 _CHUNKED = tuple(
     BackwardConfig(2, 64, (stages, stages), chunk_slots=slots) for stages, slots in ((2, 4), (1, 4), (1, 2))
 )
@@ -246,7 +248,8 @@ TILES = Table(
     Row(Choice((), {}, _SMALL), **_H128, gives=_FUSED),
     Row(_ONE_AT_192, "backward/one-pass-at-192", gives=_FUSED),
     Row(_SUMS_AT_192, "backward/two-passes-at-192", gives=_WITHOUT_DV),
-    Row(Choice(_LARGE, dict(statistics_last=STATISTICS_LAST, l2_head_group=LARGE_L2_HEAD_GROUP), ()), **_H256),
+    Row(_BY_GRADIENT, "backward/by-gradient", **_H256, gives=_KEYS),
+    Row(Choice(_LARGE, _LARGE_OPTIONS, ()), **_H256),
     Row(Choice((), {}, _CHUNKED), "backward/wide-heads"),
 )
 

@@ -15,6 +15,8 @@ from pallas_fa.backends.hopper.backward.scratch import barriers
 from pallas_fa.backends.hopper.backward.work import Block
 from pallas_fa.backends.hopper.wgmma import Wgmma
 
+OF_DV, OF_DK = 0, 1  # the warpgroups of `by_gradient`
+
 
 class Slots(NamedTuple):
     """The slots of one tile in the two rings of streamed operands, and in that of tiles of arrays."""
@@ -32,7 +34,10 @@ class Accumulators(NamedTuple):
 
 
 class Warpgroup:
-    """Warpgroup `wg` of a CTA: its plan, its block, and the operands in shared memory by role."""
+    """Warpgroup `wg` of a CTA: its plan, its block, and the operands in shared memory by role.
+
+    `gives`: the operands ("qk", "pv") whose gradients it adds up.
+    """
 
     def __init__(self, plan: BackwardPlan, block: Block, wg: Any, gmem: Refs, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
@@ -40,6 +45,10 @@ class Warpgroup:
         self.barriers = barriers(plan, scratch)
         # Which rows of the block it has, and which part of the columns of a gradient.
         self.row_group, self.column_part = (0, wg) if plan.chunked else (wg, 0)
+        given = dict(qk=plan.kind.accumulates_qk, pv=plan.kind.accumulates_pv)
+        self.gives = tuple(name for name, is_given in given.items() if is_given)
+        if plan.by_gradient:
+            self.row_group, self.gives = 0, {OF_DV: ("pv",), OF_DK: ("qk",)}[wg]
         self.rows = pl.ds(self.row_group * 64, 64)
         matrix = lambda name: getattr(plan.tiles, name).matrix(scratch[f"{name}_smem"])
         self.stationary_qk = block.slot_of(matrix("stationary_qk"))
@@ -56,6 +65,11 @@ class Warpgroup:
         """What the sums of dQ and dK are multiplied by, loaded anew: it need not stay in a register across loops."""
         scale = self.plan.qk_scale
         return self.gmem.ds_factors[1] * scale if self.plan.scales_ds else scale
+
+    def chunks_of_stationary(self, name: str, rows: Any = slice(None)) -> list[Any]:
+        """Returns the rows of the chunks of a stationary operand, "qk" or "pv"."""
+        smem = getattr(self, f"stationary_{name}")
+        return [smem.at[i, rows] for i in range(smem.shape[0])]
 
     def first_chunk(self, accs: Any) -> Any:
         """Returns the first of the chunks whose gradients are `accs`."""
