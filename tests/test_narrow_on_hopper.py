@@ -185,8 +185,12 @@ def test_few_rows_are_left_to_mma():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("H", [64, 128, 256])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "H"),
+    [
+        (name, H) for name in CALLS for H in (64, 128, 256) if (name, H) != ("persistent", 256)
+    ],  # whose tiles are too large
+)
 def test_the_compiled_kernel_is_accurate(name, H):
     T, _, keywords = CALLS[name]
     config = keywords.get("config")

@@ -84,6 +84,8 @@ def calls(gpu: Gpu, only_best: bool = False) -> Iterator[Call]:
                 yield from _hopper_arrays(gpu, head_dim, causal)
             if head_dim == 128:
                 yield from _hopper_long(gpu, head_dim, causal)
+            if head_dim == 256:
+                yield from _hopper_by_gradient(gpu, head_dim, causal)
     if gpu.compute_capability == "9.0":
         yield _hopper_latent(gpu)
         for best in are_best:
@@ -248,13 +250,21 @@ def _hopper_dropout(gpu, head_dim, causal):
     x, row = _arrays(head_dim)
     dropped = functools.partial(_with_dropout, causal)
     yield _hopper_chosen(gpu, "dropout", causal, dropped, x, x, x)
-    yield _hopper_one_pass(gpu, "dropout", causal, dropped, x, x, row)
+    yield _hopper_gradients(gpu, "dropout", causal, dropped, x, x, row)
 
 
-def _hopper_one_pass(gpu, name, causal, normalised, x, v, row):
-    """The backward of what `normalised` returns of q and k like `x`, and v, with the tiles chosen for its one pass."""
+def _hopper_by_gradient(gpu, head_dim, causal):
+    """Without and with a soft cap; and the pass for dQ with each."""
+    x, row = _arrays(head_dim)
+    for name, keywords in (("by gradient", {}), ("by gradient, soft cap", dict(score=scores.SoftCap(50.0)))):
+        normalised = functools.partial(normalise, is_causal=causal, **keywords)
+        yield _hopper_gradients(gpu, name, causal, normalised, x, x, row)
+
+
+def _hopper_gradients(gpu, name, causal, normalised, x, v, row):
+    """The backward of what `normalised` returns of q and k like `x`, and v, with the tiles chosen for its first pass."""
     problem = _problem_of(normalised, x, x, v)
-    (kind,) = hopper_choose_passes(problem, gpu)
+    kind = hopper_choose_passes(problem, gpu)[0]
     tiles = hopper_choose_backward(problem, kind, gpu).config
 
     def pull_back(q, k, v, out, lse, d_out, d_lse):
@@ -273,7 +283,7 @@ def _hopper_smaller_values(gpu, causal):
     facts = HopperBackwardFacts(kind.gives, 192, 128, 192, T, T, B * N, 1, causal, False, False, split=False)
     for tiles in hopper_backward_configs(facts, gpu):
         named = functools.partial(plain, config=HopperConfig(backward=tiles))
-        yield _hopper_one_pass(gpu, "values of 128", causal, named, x, v, row)
+        yield _hopper_gradients(gpu, "values of 128", causal, named, x, v, row)
 
 
 def _with_dropout(causal, q, k, v):

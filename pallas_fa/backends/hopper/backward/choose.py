@@ -20,10 +20,10 @@ from pallas_fa.problem import Problem
 
 
 def choose_passes(problem: Problem, gpu: Gpu) -> tuple[GradientPass, ...]:
-    """Returns the passes that give all gradients: those with sums of dQ where their tiles fit shared memory."""
-    for fused in fewer_passes(problem):
-        if all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in fused):
-            return fused
+    """Returns the passes that give all gradients: the fewest whose tiles fit registers and shared memory."""
+    for kinds in fewer_passes(problem):
+        if all(any(fits(on_gpu(plan), gpu) for plan in candidates(problem, kind, gpu)) for kind in kinds):
+            return kinds
     return passes(problem)
 
 

@@ -20,8 +20,6 @@ from pallas_fa.masks.lengths import Lengths, lengths_of, without_lengths
 from pallas_fa.problem import Problem
 
 SUM_COLUMNS = 64  # of a tile's gradients of arrays that are staged at once, to be added up
-
-
 _IN_FIXED_ORDER = GradientPass(("dk", "dv")), GradientPass(("dq",))
 
 
