@@ -42,6 +42,7 @@ ORDER = "tests/test_backward_plan.py -k order_of_grouped"
 HEAD_PARTS = "tests/test_backward_interpreted.py -k head_parts"
 AT_192 = "tests/test_backward_interpreted.py -k head_dim_192"
 BY_GRADIENT = "tests/test_backward_interpreted.py -k warpgroup_for_each"
+PAST_128 = "tests/test_backward_plan.py -k passes_past"
 LOWERED_192 = "tests/test_backward_lowering.py -k head_dim_192"
 BLOCKS = "tests/test_block_masks.py"
 OVER_DEVICES = "tests/test_decode_over_devices.py -k whole_cache"
@@ -194,10 +195,9 @@ MUTATIONS = (
     Mutation("backends/gpu/narrow_keys.py", "problem.H % UNIT or problem.Hv % UNIT", "problem.H % 8", NARROW),
     Mutation(OF_EACH, 'w.barriers["weights_ready"].wait()', "pass", BY_GRADIENT),
     Mutation(OF_EACH, 'w.barriers["weights_free"].wait()', "pass", BY_GRADIENT),
-    Mutation(OF_EACH, "w.slots(done - 1)", "w.slots(done)", BY_GRADIENT),
-    Mutation(OF_EACH, "finish(w, done)  #", "pass  #", BY_GRADIENT),
     Mutation(OF_EACH, "tile.pullback(s, p, problem.scale)", "(p,)", BY_GRADIENT),
     Mutation("backends/hopper/backward/compute.py", " or plan.by_gradient:", ":", BY_GRADIENT),
+    Mutation("backends/hopper/backward/plan.py", "not self.padding.behind_mask and not self.splits", "True", PAST_128),
 )  # fmt: skip
 
 
