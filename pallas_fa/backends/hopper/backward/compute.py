@@ -83,8 +83,9 @@ def _store(w, d_qk, d_pv):
     d_pv = [x if plan.dropout_scale is None else x * plan.dropout_scale for x in d_pv]
     d_qk = [times(x, qk_scale) for x in d_qk]
     if plan.has_head_parts:
-        for name in w.gives:
-            _store_part(w, *dict(qk=("dk", d_qk), pv=("dv", d_pv))[name])
+        for name, chunks in (("dk", d_qk), ("dv", d_pv)):
+            if chunks:
+                _store_part(w, name, chunks)
         return
     if plan.splits or plan.column_parts > 1 or plan.by_gradient:
         w.barriers["wgs_meet"].wait()  # other warpgroups read operands where these rows of gradients lie
