@@ -116,6 +116,7 @@ def test_passes_past_128(expected, case, keywords):
     kinds = choose_passes(problem, GPU)
     assert [list(kind.gives) for kind in kinds] == [list(gives) for gives in expected]
     assert choose(problem, kinds[0], GPU).by_gradient == (expected == TWO)
+    assert choose(problem, kinds[-1], GPU).ping_pong == (case.get("score") == "soft_cap")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -123,6 +123,8 @@ class BackwardConfig:
         hold keys.
       by_gradient: the two compute warpgroups hold the same 64 keys, and one adds to dV, the other to dK. For a pass that
         gives these two, where `BackwardPlan.by_gradient` says so: head dims up to 256 (evidence: backward/by-gradient).
+      ping_pong: the warpgroups issue the matmuls of their logits alternately, as for the forward kernel. For the pass for
+        dQ alone (evidence: backward/score-derivative).
     """
 
     compute_wgs: int = 2
@@ -142,6 +144,7 @@ class BackwardConfig:
     by_tickets: bool = False
     head_parts: int = 1
     by_gradient: bool = False
+    ping_pong: bool = False
 
     def __post_init__(self):
         check_types(self)

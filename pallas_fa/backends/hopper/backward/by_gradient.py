@@ -3,7 +3,8 @@
 Past a head dim of 128 the registers of one warpgroup have no room for the sums of both gradients beside tiles of logits.
 Here the first computes S^T = K Q^T and P^T, and hands what dS^T has beside dP^T as a factor to the second, in float32,
 through shared memory. The second has computed dP^T = V dO^T meanwhile. So logits are computed once for both gradients, and
-the exponentials of one warpgroup have the matmuls of the other beside them (evidence: backward/by-gradient).
+the exponentials of one warpgroup have the matmuls of the other beside them: the second leaves the tensor cores to the first
+until the logits of the next step are there (evidence: backward/by-gradient).
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def finish(w: Warpgroup, done: Any) -> None:
     """Waits for what the step before has left under way. `done`: steps of the CTA, that one included."""
     if w.wg == OF_DV:
         w.wgmma.wait(0)
-        _release_pv_of_step_before(w, done)
+        _end_step_before(w, done)
 
 
 def _add_to_dv(w: Warpgroup, at: TilePlace, slots: Slots, done: Any, accs: Accumulators) -> None:
@@ -64,7 +65,7 @@ def _add_to_dv(w: Warpgroup, at: TilePlace, slots: Slots, done: Any, accs: Accum
         wgmma.inner_products(acc, w.chunks_of_stationary("qk"), w.streamed_qk.at[slots.qk])
         s = wgmma.result(acc, in_flight=0)
         if not plan.padding.streamed:
-            _release_pv_of_step_before(w, done)  # its matmul, issued before the products of this step, is done
+            _end_step_before(w, done)  # its matmul, issued before the products of this step, is done
         w.wait_for_array_tiles(slots)
         tile = TileOfLogits.of(plan, at, lambda i: array_of_tile(w, i, slots))
         p = tile.zero_where_masked(exponentials(plan, tile, s, neg_lse))
@@ -82,8 +83,12 @@ def _add_to_dv(w: Warpgroup, at: TilePlace, slots: Slots, done: Any, accs: Accum
     wgmma.weighted_sums(accs.pv, products.operand(problem, p), w.streamed_pv.at[slots.pv])
 
 
-def _release_pv_of_step_before(w: Warpgroup, done: Any) -> None:
-    pl.when(done > w.block.done)(lambda: w.release_pv(w.slots(done - 1)))
+def _end_step_before(w: Warpgroup, done: Any) -> None:
+    @pl.when(done > w.block.done)
+    def _():
+        w.release_pv(w.slots(done - 1))
+        if w.plan.dk_waits_for_logits:
+            w.barriers["logits_done"].arrive()
 
 
 def _add_to_dk(w: Warpgroup, slots: Slots, accs: Accumulators) -> None:
@@ -101,10 +106,12 @@ def _add_to_dk(w: Warpgroup, slots: Slots, accs: Accumulators) -> None:
         w.release_pv(slots)
         w.barriers["weights_ready"].wait()
         weights = plgpu.load(w.scratch["weights_smem"], layout=TILE)
-        w.barriers["weights_free"].arrive()
         return products.operand(problem, weights * dp)
 
     ds = wgmma.scoped(body, (64, plan.config.width))
+    if plan.dk_waits_for_logits:
+        w.barriers["logits_done"].wait()
+    w.barriers["weights_free"].arrive()  # behind that wait, so that the other does not arrive there twice before it
     if not plan.padding.streamed:
         w.wait_for_qk(slots)
     wgmma.weighted_sums(accs.qk, ds, w.streamed_qk.at[slots.qk])

@@ -41,6 +41,11 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
         plgpu.set_max_registers(compute_registers, action="increase")
         if plan.by_gradient:
             by_gradient.run(plan, wg, scratch, for_blocks)
+        elif plan.ping_pong:
+            in_turn = barriers(plan, scratch)["ping_pong"]
+            pl.when(wg == c.compute_wgs - 1)(lambda: in_turn.arrive(0))
+            for_blocks(wg)
+            pl.when(wg == 0)(lambda: in_turn.wait(0))
         else:
             for_blocks(wg)
         if dq:

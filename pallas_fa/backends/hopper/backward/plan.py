@@ -128,6 +128,19 @@ class BackwardPlan(BackwardCore):
         return self.config.by_gradient and applies and is_product
 
     @property
+    def dk_waits_for_logits(self) -> bool:
+        """Whether, with `by_gradient`, the matmul for dK waits for the next step's logits.
+
+        Their queries need a slot beside those of this step.
+        """
+        return self.by_gradient and self.config.stages[0] > 1
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether warpgroups issue the matmuls of their logits alternately: in a pass in which nothing else joins them."""
+        return self.config.ping_pong and self.config.compute_wgs > 1 and self.kind.gives == ("dq",) and not self.chunked
+
+    @property
     def fits_registers(self) -> bool:
         """Whether a warpgroup has registers for the gradients that the pass accumulates, beside tiles of logits."""
         return (

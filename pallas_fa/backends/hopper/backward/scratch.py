@@ -46,7 +46,8 @@ def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarr
     `stationary_free`: nor a slot of stationary operands, of several blocks. `dq_ready`,
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again. `sums_ready`, `sums_free`: the same of
     the gradients that a warp of their own adds up, of all warpgroups. `weights_ready`, `weights_free`: the tile that the
-    warpgroup for dV hands to that for dK (see `by_gradient`).
+    warpgroup for dV hands to that for dK (see `by_gradient`); `logits_done`: it has the logits of the next step, or there is
+    none. `ping_pong`: a warpgroup may issue the matmuls of its logits.
     """
     return numbered(_parties(plan), scratch)
 
@@ -69,6 +70,10 @@ def _parties(plan):
     if plan.by_gradient:
         one = Parties(1, arrivals=1, arriving=WARPGROUP, waiting=WARPGROUP)
         parties |= dict(weights_ready=one, weights_free=one)
+        if plan.dk_waits_for_logits:
+            parties["logits_done"] = one
+    if plan.ping_pong:
+        parties["ping_pong"] = Parties(wgs, arrivals=1, arriving=WARPGROUP, waiting=WARPGROUP)
     if plan.order.ordered_sums:
         parties["sums_ready"] = Parties(1, arrivals=wgs, arriving=WARPGROUP, waiting=WARP)
         parties["sums_free"] = Parties(1, arrivals=1, arriving=WARP, waiting=wgs * WARPGROUP)

@@ -102,6 +102,8 @@ def skip(w: Warpgroup, done: Any) -> None:
     slots = w.slots(done)
     w.wait_for_qk(slots)
     w.wait_for_pv(slots)
+    w.wait_for_turn()
+    w.end_turn()
     w.wait_for_array_tiles(slots)
     w.release_array_tiles(slots)
     if plan.dq:

@@ -108,6 +108,8 @@ LARGE_L2_HEAD_GROUP = Table(
     Row(4, visit_table=False, length=at_least(4097)),
     Row(8),
 )
+# Of passes past 128.
+PING_PONG = Table("backward/score-derivative", Row(True, gives=_QUERIES, scored=True, score_arrays=False), Row(False))
 STATISTICS_LAST = Table(
     "backward/instructions-and-waits",
     Row(False, tests_arrays=True),
@@ -207,7 +209,7 @@ _LARGE = (
     BackwardConfig(1, 64, (1, 1)),
 )
 
-_LARGE_OPTIONS = dict(statistics_last=STATISTICS_LAST, l2_head_group=LARGE_L2_HEAD_GROUP)
+_LARGE_OPTIONS = dict(statistics_last=STATISTICS_LAST, l2_head_group=LARGE_L2_HEAD_GROUP, ping_pong=PING_PONG)
 _BY_GRADIENT = Choice((BackwardConfig(2, 64, by_gradient=True),), _LARGE_OPTIONS, ())
 _CHUNKED = tuple(
     BackwardConfig(2, 64, (stages, stages), chunk_slots=slots) for stages, slots in ((2, 4), (1, 4), (1, 2))

@@ -112,6 +112,16 @@ class Warpgroup:
             plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
             plgpu.barrier_arrive(self.scratch["array_tiles_free"].at[slots.arrays])
 
+    def wait_for_turn(self) -> None:
+        """Waits until this warpgroup may issue the matmuls of its logits, with `ping_pong`."""
+        if self.plan.ping_pong:
+            self.barriers["ping_pong"].wait(self.wg)
+
+    def end_turn(self) -> None:
+        """Says that this warpgroup has issued them."""
+        if self.plan.ping_pong:
+            self.barriers["ping_pong"].arrive(lax.rem(self.wg + 1, self.plan.config.compute_wgs))
+
     def words(self, n: Any, tile: Any) -> dict[int, Any]:
         """Returns the arrays that have a word for each tile, by number."""
         return self.plan.arrays.words(self.gmem.arrays, self.block.b, n, self.block.number, tile)
