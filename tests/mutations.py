@@ -195,6 +195,7 @@ MUTATIONS = (
     Mutation("backends/gpu/narrow_keys.py", "problem.H % UNIT or problem.Hv % UNIT", "problem.H % 8", NARROW),
     Mutation(OF_EACH, 'w.barriers["weights_ready"].wait()', "pass", BY_GRADIENT),
     Mutation(OF_EACH, 'w.barriers["weights_free"].wait()', "pass", BY_GRADIENT),
+    Mutation(OF_EACH, 'w.barriers["logits_done"].wait()', "pass", BY_GRADIENT),
     Mutation(OF_EACH, "tile.pullback(s, p, problem.scale)", "(p,)", BY_GRADIENT),
     Mutation("backends/hopper/backward/compute.py", " or plan.by_gradient:", ":", BY_GRADIENT),
     Mutation("backends/hopper/backward/plan.py", "not self.padding.behind_mask and not self.splits", "True", PAST_128),
