@@ -24,7 +24,6 @@ from benchmarks.truth import truth
 from benchmarks.workloads import Workload
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.hopper.backward import choose as choose_backward
-from pallas_fa.backends.hopper.backward import plan as backward_plan
 from pallas_fa.backends.hopper.config import Config
 from pallas_fa.backends.hopper.forward import choose as choose_forward
 from pallas_fa.problem import Problem, normalise
@@ -83,7 +82,8 @@ def table_config(workload: Workload, direction: str) -> Any:
     problem = problem_of(workload)
     if direction == "forward":
         return choose_forward.choose(problem, Gpu.visible()).config
-    return choose_backward.choose(problem, backward_plan.passes(problem)[0], Gpu.visible()).config
+    gpu = Gpu.visible()
+    return choose_backward.choose(problem, choose_backward.choose_passes(problem, gpu)[0], gpu).config
 
 
 def problem_of(workload: Workload) -> Problem:

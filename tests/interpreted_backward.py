@@ -113,7 +113,7 @@ CASES = {
     "unequal head dims": (dataclasses.replace(BASE, H=64, Hv=128, mask="causal"), {}),
     "head dim 256": (dataclasses.replace(BASE, H=256, Hv=200, mask="causal"), {}),
     "soft cap": (dataclasses.replace(BASE, mask="causal", score="soft_cap"), {}),
-    "soft cap, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256, mask="causal", score="soft_cap"), {}),
+    "soft cap, lengths, head dim 256": (dataclasses.replace(BASE, H=256, Hv=256, mask="lengths", score="soft_cap"), {}),
     "bias, sinks": (dataclasses.replace(BASE, score="bias_shared", sinks="heads"), {}),
     "bias of each entry": (dataclasses.replace(BASE, T=256, S=256, batch=(2,), score="bias"), {}),
     "bias of each entry, causal, dropout": (
@@ -180,8 +180,8 @@ BY_GRADIENT = {
         dataclasses.replace(BASE, T=136, S=200, H=192, Hv=192, mask="window_causal", score="soft_cap"),
         {},
     ),
-    "Hv past H, segments, grouped heads": (
-        dataclasses.replace(BASE, T=136, S=200, N=4, K=2, H=72, Hv=192, mask="segments"),
+    "Hv past H, segments, a soft cap, grouped heads": (
+        dataclasses.replace(BASE, T=136, S=200, N=4, K=2, H=72, Hv=192, mask="segments", score="soft_cap"),
         {},
     ),
     "a dense mask, float16": (
@@ -191,6 +191,10 @@ BY_GRADIENT = {
     "lengths, empty rows": (
         dataclasses.replace(BASE, T=130, S=200, batch=(2,), mask="lengths"),
         _by_gradient(statistics_last=True),
+    ),
+    "one tile of output gradients, lengths": (
+        dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths"),
+        _by_gradient(stages=(2, 1), statistics_last=True),
     ),
     "one stage, lengths": (
         dataclasses.replace(BASE, T=200, S=200, batch=(2,), mask="lengths"),

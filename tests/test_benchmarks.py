@@ -294,6 +294,11 @@ def test_a_variant_changes_the_tiles_of_the_table():
         assert changed.keywords(causal, {}, {})["config"] is changed.config
 
 
+def test_the_first_pass_is_that_of_the_gradients():
+    wide = {w.name: w for w in suites()["hopper-backward"].workloads}["h256-causal-4096"]
+    assert tune.table_config(wide, "backward").by_gradient
+
+
 def test_tiles_for_99_kb_take_that_much():
     workload = {w.name: w for w in suites()["mma-99KB"].workloads}["h256-causal-1024"]
     needed = []

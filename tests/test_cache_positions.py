@@ -146,6 +146,7 @@ NOT_OF_A_CACHE = {
     "lengths": (dict(mask=masks.Causal() & masks.Lengths(None, np.arange(B))), "a Lengths, but a cache knows.*lengths="),
     "blocks": (dict(mask=masks.block_mask(masks.Causal(), 1, S)), "BlockMask of a mask.*without blocks"),
     "score": (dict(score=np.zeros(S)), "score is a ndarray"),
+    "page layout": (dict(page_layout="KPSH"), "page_layout='KPSH' cannot be given here"),
     "dropout": (dict(dropout_rate=0.5, dropout_key=jax.random.key(0)), "dropout_rate=0.5 cannot be given here"),
 }  # fmt: skip
 

@@ -206,6 +206,9 @@ def test_heads_over_explicit_axes(rng):
 
 WRONG = {
     "q": (0, np.zeros((70, 4), np.float32), r"q.shape=\(70, 4\).*must be \[tokens, N, H\]"),
+    "head dims": (0, np.zeros((70, 4, 8), np.float32), "the head dims H=8 and 16 must be equal"),
+    "no pages": (1, np.zeros((0, 16, 4, 16), np.float32), r"kv_pages.shape=\(0, 16, 4, 16\) has a dim of 0"),
+    "no columns": (3, np.zeros((7, 0), np.int32), r"page_indices.shape=\(7, 0\) must be .*each at least 1"),
     "odd heads": (1, np.zeros((40, 16, 3, 16), np.float32), "keys in the even heads"),
     "dtypes": (1, np.zeros((40, 16, 4, 16), np.float16), "kv_pages.dtype=float16.*nothing is converted silently"),
     "heads": (0, np.zeros((70, 3, 16), np.float32), r"N=3 must be a multiple of that of key heads K=2"),
@@ -244,11 +247,19 @@ def test_values_of_numpy_that_contradict_each_other(rng):
             jax.eval_shape(lambda q, pages, given=given: ragged_paged_attention(q, pages, *given), q, pages)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
+def test_no_query_heads(dtype, rng):
+    q, pages, *rest = arguments(rng, BATCHES["both"])
+    assert ragged_paged_attention(q[:, :0], pages.astype(dtype), *rest).shape == (len(q), 0, q.shape[2])
+
+
 def test_wrong_numbers(rng):
     given = arguments(rng, BATCHES["both"])
     for wrong in (dict(sliding_window=0), dict(num_queries_per_block=0)):
         with pytest.raises(ValueError, match="must be an int of at least 1"):
             ragged_paged_attention(*given, **wrong)
+    with pytest.raises(ValueError, match="^sliding_window=.* must be an int, known while tracing.*static_argnames"):
+        jax.eval_shape(lambda window: ragged_paged_attention(*given, sliding_window=window), 5)
     for wrong in (dict(sm_scale=None), dict(k_scale="2"), dict(v_scale=jnp.ones((2, 1, 1, 1)))):
         with pytest.raises(TypeError, match=f"(?s)^{next(iter(wrong))}=.* must be a number"):
             ragged_paged_attention(*given, **wrong)

@@ -81,7 +81,7 @@ def paged_attention(
     """Attention to keys and values in pages: `pallas_fa.dot_product_attention` to the rows that a table finds.
 
     Row s of sequence b is row s % page of page `page_table[b, s // page]` (PagedAttention, Kwon et al., arXiv
-    2309.06180). Sequences may share pages, and pages may lie in any order. For inference: there are no gradients.
+    2309.06180). Sequences may share pages, and pages may lie in any order. For inference: only `reference` has gradients.
 
     Shapes: B sequences, T query length, N query heads, K key/value heads (N % K == 0), H head dim of query and key, Hv of
     value, P pages of `page` rows, S = page * pages per sequence.
@@ -107,7 +107,7 @@ def paged_attention(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised before anything is computed.
-      NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
+      NotImplementedError: the implementation cannot do the call, or gradients are asked for of another than `reference`.
     """
     return_residual = as_flag("return_residual", return_residual)
     key, value, given = _in_pages(query, key_pages, value_pages, page_table, lengths, page_layout, arguments)

@@ -20,6 +20,7 @@ _SAID_BY_CACHE = {
     "query_seq_lengths": "it is lengths=",
     "key_value_seq_lengths": "the cache has it",
     "layout": 'caches are "BTNH"',
+    "page_layout": 'pages of a cache are "PSKH"',
     **dict.fromkeys(("key", "value", "key_pages", "value_pages", "page_table"), "the cache has it"),
 }
 _DROPOUT = "a cache is for inference, and what is dropped would depend on how the queries are cut into calls"

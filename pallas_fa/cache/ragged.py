@@ -87,8 +87,9 @@ def ragged_paged_attention(
     _check_values(queries.shape[0], lengths, starts, count)
     lengths, table, starts, count = map(as_int32, integers)
     size = None if num_queries_per_block is None else _count("num_queries_per_block", num_queries_per_block)
+    group = max(1, queries.shape[1] // (pages.shape[2] // 2))
     # Keys of 8 bits are converted anew for each 16 rows (evidence: decode/narrow-keys).
-    short = _BLOCK if queries.dtype == pages.dtype else max(1, _BLOCK // (queries.shape[1] // (pages.shape[2] // 2)))
+    short = _BLOCK if queries.dtype == pages.dtype else max(1, _BLOCK // group)
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
@@ -96,7 +97,7 @@ def ragged_paged_attention(
     scale = _factor("sm_scale * k_scale", factors[0] * factors[1])
     of_values = None if v_scale is None else _factor("v_scale", v_scale)
     soft_cap = None if soft_cap is None else check_cap("soft_cap", soft_cap, "Use None")
-    if not queries.shape[0]:
+    if not queries.shape[0] or not queries.shape[1]:
         return queries
     attend_blocks = functools.partial(
         attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
@@ -132,10 +133,24 @@ def _cut(tokens, sequences, size, short):
 
 def _check(q, pages, lengths, table, starts, count):
     shapes = f"q.shape={tuple(q.shape)}, kv_pages.shape={tuple(pages.shape)}"
-    if q.ndim != 3 or pages.ndim != 4 or pages.shape[2] % 2 or q.shape[-1] != pages.shape[-1] or 0 in pages.shape:
+    if q.ndim != 3:
         raise ValueError(
-            f"{shapes} must be [tokens, N, H] and [P, page, 2 K, H], with keys in the even heads and values in the odd ones."
-            " Stack them, jnp.stack([key, value], axis=-2), and reshape."
+            f"q.shape={tuple(q.shape)} must be [tokens, N, H], one dim for tokens of all sequences. Reshape it."
+        )
+    if pages.ndim != 4 or pages.shape[2] % 2:
+        raise ValueError(
+            f"kv_pages.shape={tuple(pages.shape)} must be [P, page, 2 K, H], with keys in the even heads and values in the"
+            " odd ones. Stack them, jnp.stack([key, value], axis=-2), and reshape."
+        )
+    if 0 in pages.shape:
+        raise ValueError(
+            f"kv_pages.shape={tuple(pages.shape)} has a dim of 0: a page, a row, a head and a column are the least. Without"
+            " keys every output is 0: make it with jnp.zeros_like(q)."
+        )
+    if q.shape[-1] != pages.shape[-1]:
+        raise ValueError(
+            f"{shapes}: the head dims H={q.shape[-1]} and {pages.shape[-1]} must be equal, since queries are multiplied by"
+            " keys. Project both to one head dim."
         )
     if q.shape[1] % (pages.shape[2] // 2):
         raise ValueError(
@@ -148,7 +163,10 @@ def _check(q, pages, lengths, table, starts, count):
             " 8 bits, since nothing is converted silently. Convert one with `.astype`."
         )
     if table.ndim != 2 or 0 in table.shape:
-        raise ValueError(f"page_indices.shape={tuple(table.shape)} must be [max sequences, pages per sequence].")
+        raise ValueError(
+            f"page_indices.shape={tuple(table.shape)} must be [max sequences, pages per sequence], each at least 1. Fill it"
+            " up with any numbers; num_seqs and kv_lens say what is there."
+        )
     sequences = table.shape[0]
     for name, x, size in (("kv_lens", lengths, sequences), ("cu_q_lens", starts, sequences + 1)):
         if tuple(x.shape) != (size,):

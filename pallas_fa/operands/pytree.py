@@ -79,6 +79,11 @@ def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
         count = least - 1 if isinstance(x, bool) else operator.index(x)
     except TypeError:
         count = least - 1
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"{name}={x!r} must be an int, known while tracing. {remedy} Where it is an argument of a jitted function, name"
+            " it in static_argnames."
+        )
     if count < least:
         raise ValueError(f"{name}={x!r} must be an int of at least {least}. {remedy}")
     return count

@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 WARP, WARPGROUP = 32, 128  # threads
-_FIRST_FREE = 5  # barriers 0 to 4 belong to Mosaic
+_FIRST_FREE, _COUNT = 5, 16  # barriers 0 to 4 belong to Mosaic
 
 
 class Parties(NamedTuple):
@@ -73,6 +73,7 @@ def numbered(parties: Mapping[str, Parties], scratch: Mapping[str, Any]) -> dict
     for name, who in parties.items():
         barriers[name] = NamedBarrier(first, who, scratch.get(f"{name}_mbarrier"))
         first += who.count
+    assert first <= _COUNT
     return barriers
 
 

@@ -122,7 +122,8 @@ class BackwardConfig:
         adds up. For calls whose blocks of keys do not fill the GPU. A divisor of the number of these heads; for passes that
         hold keys.
       by_gradient: the two compute warpgroups hold the same 64 keys, and one adds to dV, the other to dK. For a pass that
-        gives these two, where `BackwardPlan.by_gradient` says so: head dims up to 256 (evidence: backward/by-gradient).
+        gives these two, where `BackwardPlan.by_gradient` says so: head dims up to 256 (evidence: backward/by-gradient). The
+        rings of the pass for dQ are less deep where `stages` do not fit it.
       ping_pong: the warpgroups issue the matmuls of their logits alternately, as for the forward kernel. For the pass for
         dQ alone (evidence: backward/score-derivative).
     """

@@ -111,7 +111,7 @@ def _add_to_dk(w: Warpgroup, slots: Slots, accs: Accumulators) -> None:
     ds = wgmma.scoped(body, (64, plan.config.width))
     if plan.dk_waits_for_logits:
         w.barriers["logits_done"].wait()
-    w.barriers["weights_free"].arrive()  # behind that wait, so that the other does not arrive there twice before it
+    w.barriers["weights_free"].arrive()  # behind the wait for `logits_done`: the next arrival there needs this one
     if not plan.padding.streamed:
         w.wait_for_qk(slots)
     wgmma.weighted_sums(accs.qk, ds, w.streamed_qk.at[slots.qk])

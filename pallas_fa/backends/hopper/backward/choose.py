@@ -58,13 +58,22 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
         score_arrays=bool(jax.tree.leaves(problem.score)),
     )
     named = problem.config and problem.config.backward
-    configs = (named,) if named else backward_configs(facts, gpu)
+    configs = _named(named, kind) if named else backward_configs(facts, gpu)
     plans = [_applicable(BackwardPlan(problem, kind, config, gpu, interpret)) for config in configs]
     if len(kind.gives) > 1:
         plans = [p for p in plans if p.fits_registers and not p.chunked]
     if kind.fused and problem.dropout is not None and problem.dropout.aligned and not interpret:
         plans = [dataclasses.replace(p, shares_draws=shares) for p in plans for shares in (True, False)]
     return [p for p in plans if not kind.fused or can_share_dq(p.config, p.tiles.stationary_qk, p.tiles.streamed_qk)]
+
+
+def _named(config, kind):
+    """A configuration that a call names, for one pass.
+
+    With `by_gradient` CTAs of the pass for dQ hold twice as many positions, and may have no memory for rings as deep.
+    """
+    shallower = [(config.stages[0], 1), (1, 1)] if config.by_gradient and kind.gives == ("dq",) else []
+    return [dataclasses.replace(config, stages=stages) for stages in dict.fromkeys((config.stages, *shallower))]
 
 
 def _applicable(plan):

@@ -125,19 +125,23 @@ class BackwardPlan(BackwardCore):
         """
         is_product = self.problem.dropout is None and not self.score_gradients.floats
         applies = self.kind.gives == ("dk", "dv") and not self.padding.behind_mask and not self.splits
-        return self.config.by_gradient and applies and is_product
+        fits = max(self.problem.H, self.problem.Hv) <= 256
+        return self.config.by_gradient and applies and is_product and fits
 
     @property
     def dk_waits_for_logits(self) -> bool:
         """Whether, with `by_gradient`, the matmul for dK waits for the next step's logits.
 
-        Their queries need a slot beside those of this step.
+        Their queries need a slot beside those of this step. Where padding is zeroed, the warpgroups meet before each step.
         """
-        return self.by_gradient and self.config.stages[0] > 1
+        return self.by_gradient and self.config.stages[0] > 1 and not self.padding.streamed
 
     @property
     def ping_pong(self) -> bool:
-        """Whether warpgroups issue the matmuls of their logits alternately: in a pass in which nothing else joins them."""
+        """Whether warpgroups issue the matmuls of their logits alternately, in the pass for dQ.
+
+        There they meet only to zero padding, before a turn.
+        """
         return self.config.ping_pong and self.config.compute_wgs > 1 and self.kind.gives == ("dq",) and not self.chunked
 
     @property
