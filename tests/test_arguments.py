@@ -291,11 +291,8 @@ def test_two_dims():
 
 
 def test_a_config_for_nobody():
-    for wrong in (3, mma_config.Config):
-        with pytest.raises(TypeError, match="it must be a config of tiles"):
-            pallas_fa.dot_product_attention(X, X, X, config=wrong)
     with pytest.raises(NotImplementedError, match="Leave config out.$"):
-        pallas_fa.dot_product_attention(X, X, X, config=mma_config.Config())
+        pallas_fa.dot_product_attention(X, X, X, config=3)
 
 
 # ---- what the package shows ---------------------------------------------------------------------------------------------

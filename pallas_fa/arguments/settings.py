@@ -1,6 +1,5 @@
 """The layout, precision, config and mode of a call, each checked by itself: what a program is compiled for."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,11 +49,13 @@ def check_precision(precision: Any, dtype: Any) -> Any:
 
 def check_config(config: Any) -> Any:
     """Returns `config`, checked as far as it can be before an implementation is chosen."""
-    if config is not None and (isinstance(config, type) or not dataclasses.is_dataclass(config)):
+    try:
+        hash(config)
+    except TypeError as e:
         raise TypeError(
             f"config={config!r} is a {type(config).__name__}; it must be a config of tiles, such as"
             " pallas_fa.mosaic_gpu.config.Config(forward=...), or None for the library's tables."
-        )
+        ) from e
     return config
 
 

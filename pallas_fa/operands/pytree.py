@@ -14,6 +14,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def is_array(x: Any) -> bool:
@@ -79,7 +80,7 @@ def as_count(name: str, x: Any, remedy: str, least: int = 1) -> int:
         count = least - 1 if isinstance(x, bool) else operator.index(x)
     except TypeError:
         count = least - 1
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise ValueError(
             f"{name}={x!r} must be an int, known while tracing. {remedy} Where it is an argument of a jitted function, name"
             " it in static_argnames."
