@@ -108,11 +108,8 @@ TWO, THREE = [("dk", "dv"), ("dq",)], [("dv",), ("dk",), ("dq",)]
         (THREE, dict(score="alibi"), {}),
         (THREE, dict(H=264), {}),
         (THREE, dict(), {"config": Config(backward=BackwardConfig(2, 64, (2, 1)))}),
-        (
-            TWO,
-            dict(),
-            {"config": Config(backward=BackwardConfig(by_gradient=True))},
-        ),  # whose rings do not fit the second
+        # Whose rings do not fit the second pass.
+        (TWO, dict(), {"config": Config(backward=BackwardConfig(by_gradient=True))}),
         (THREE, dict(H=320, Hv=64), {"config": Config(backward=BackwardConfig(stages=(1, 1), by_gradient=True))}),
     ],
     ids=str,

@@ -77,7 +77,7 @@ def ragged_paged_attention(
     Raises:
       ValueError, TypeError: an argument is wrong. Values of `num_seqs`, `cu_q_lens` and `kv_lens` that contradict each other
         are, too, where NumPy arrays hold them, so that they are known while tracing.
-      NotImplementedError: the implementation named cannot do the call, or gradients are asked for.
+      NotImplementedError: the implementation cannot do the call, or gradients are asked for of another than `reference`.
     """
     del mask_value, num_kv_pages_per_block, vmem_limit_bytes
     queries, pages = float_array("q", q, "[tokens, N, H]"), float_array("kv_pages", kv_pages, "[P, page, 2 K, H]")
@@ -87,9 +87,6 @@ def ragged_paged_attention(
     _check_values(queries.shape[0], lengths, starts, count)
     lengths, table, starts, count = map(as_int32, integers)
     size = None if num_queries_per_block is None else _count("num_queries_per_block", num_queries_per_block)
-    group = max(1, queries.shape[1] // (pages.shape[2] // 2))
-    # Keys of 8 bits are converted anew for each 16 rows (evidence: decode/narrow-keys).
-    short = _BLOCK if queries.dtype == pages.dtype else max(1, _BLOCK // group)
     mask = masks.Causal(align="bottom_right")
     if sliding_window is not None:
         mask = mask & masks.Window(_count("sliding_window", sliding_window) - 1, None, align="bottom_right")
@@ -99,6 +96,8 @@ def ragged_paged_attention(
     soft_cap = None if soft_cap is None else check_cap("soft_cap", soft_cap, "Use None")
     if not queries.shape[0] or not queries.shape[1]:
         return queries
+    # Keys of 8 bits are converted anew for each 16 rows (evidence: decode/narrow-keys).
+    short = _BLOCK if queries.dtype == pages.dtype else max(1, _BLOCK // (queries.shape[1] // (pages.shape[2] // 2)))
     attend_blocks = functools.partial(
         attend, mask=mask, scale=scale, logits_soft_cap=soft_cap, implementation=implementation
     )

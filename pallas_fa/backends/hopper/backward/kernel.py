@@ -24,6 +24,7 @@ from pallas_fa.backends.hopper.backward.scratch import barriers, by_name
 from pallas_fa.backends.hopper.backward.store_dq import store_dq
 from pallas_fa.backends.hopper.backward.store_sums import store_sums
 from pallas_fa.backends.hopper.backward.warpgroup import Warpgroup
+from pallas_fa.backends.hopper.ping_pong import PingPong
 
 
 def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
@@ -41,13 +42,8 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
         plgpu.set_max_registers(compute_registers, action="increase")
         if plan.by_gradient:
             by_gradient.run(plan, wg, scratch, for_blocks)
-        elif plan.ping_pong:
-            in_turn = barriers(plan, scratch)["ping_pong"]
-            pl.when(wg == c.compute_wgs - 1)(lambda: in_turn.arrive(0))
-            for_blocks(wg)
-            pl.when(wg == 0)(lambda: in_turn.wait(0))
         else:
-            for_blocks(wg)
+            PingPong.of(barriers(plan, scratch), wg).run(lambda: for_blocks(wg))
         if dq:
             barriers(plan, scratch)["dq_free"].wait(wg)  # the last arrival, which no step waited for
         if plan.order.ordered_sums:

@@ -58,7 +58,7 @@ def probabilities(
         if plan.chunked:
             chunks.products(w, done, rows, slots.qk, {"qk": s_acc} | ({"pv": dp_acc} if kind.accumulates_qk else {}))
             return after_products(s_acc, dp_acc, 0)
-        w.wait_for_turn()
+        w.ping_pong.wait_to_issue()
         wgmma.inner_products(s_acc, w.chunks_of_stationary("qk", rows), w.streamed_qk.at[slots.qk])
         if statistics_last:
             w.wait_for_pv(slots)
@@ -87,7 +87,7 @@ def probabilities(
         issued = 0
         if kind.accumulates_qk:
             issued = wgmma.inner_products(dp_acc, w.chunks_of_stationary("pv", rows), w.streamed_pv.at[slots.pv])
-        w.end_turn()
+        w.ping_pong.let_next_issue()
         return after_products(s_acc, dp_acc, issued)
 
     def tile_and_p(s):

@@ -17,6 +17,7 @@ from pallas_fa.backends.gpu.named_barriers import (
     numbered,
 )
 from pallas_fa.backends.gpu.shared_memory import swizzle
+from pallas_fa.backends.hopper import ping_pong
 from pallas_fa.backends.hopper.backward.plan import SUM_COLUMNS, BackwardPlan
 from pallas_fa.backends.hopper.backward.work import BLOCK_SLOTS
 from pallas_fa.backends.hopper.tiles import over_another
@@ -47,7 +48,7 @@ def barriers(plan: BackwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarr
     `dq_free`: a warpgroup's part of a tile of dQ is staged, or may be staged again. `sums_ready`, `sums_free`: the same of
     the gradients that a warp of their own adds up, of all warpgroups. `weights_ready`, `weights_free`: the tile that the
     warpgroup for dV hands to that for dK (see `by_gradient`); `logits_done`: it has the logits of the next step, or there is
-    none. `ping_pong`: a warpgroup may issue the matmuls of its logits.
+    none. `ping_pong`: those of `ping_pong.parties`.
     """
     return numbered(_parties(plan), scratch)
 
@@ -73,7 +74,7 @@ def _parties(plan):
         if plan.dk_waits_for_logits:
             parties["logits_done"] = one
     if plan.ping_pong:
-        parties["ping_pong"] = Parties(wgs, arrivals=1, arriving=WARPGROUP, waiting=WARPGROUP)
+        parties |= ping_pong.parties(wgs)
     if plan.order.ordered_sums:
         parties["sums_ready"] = Parties(1, arrivals=wgs, arriving=WARPGROUP, waiting=WARP)
         parties["sums_free"] = Parties(1, arrivals=1, arriving=WARP, waiting=wgs * WARPGROUP)

@@ -102,8 +102,8 @@ def skip(w: Warpgroup, done: Any) -> None:
     slots = w.slots(done)
     w.wait_for_qk(slots)
     w.wait_for_pv(slots)
-    w.wait_for_turn()
-    w.end_turn()
+    w.ping_pong.wait_to_issue()
+    w.ping_pong.let_next_issue()
     w.wait_for_array_tiles(slots)
     w.release_array_tiles(slots)
     if plan.dq:

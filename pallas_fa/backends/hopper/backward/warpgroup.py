@@ -13,6 +13,7 @@ from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
 from pallas_fa.backends.hopper.backward.work import Block
+from pallas_fa.backends.hopper.ping_pong import PingPong
 from pallas_fa.backends.hopper.wgmma import Wgmma
 
 OF_DV, OF_DK = 0, 1  # the warpgroups of `by_gradient`
@@ -43,6 +44,7 @@ class Warpgroup:
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
         self.wgmma = Wgmma(plan.interpret, plan.tiles.stationary_qk.parts, plan.statistics_last)
         self.barriers = barriers(plan, scratch)
+        self.ping_pong = PingPong.of(self.barriers, wg)
         # Which rows of the block it has, and which part of the columns of a gradient.
         self.row_group, self.column_part = (0, wg) if plan.chunked else (wg, 0)
         given = dict(qk=plan.kind.accumulates_qk, pv=plan.kind.accumulates_pv)
@@ -111,16 +113,6 @@ class Warpgroup:
         if self.plan.array_tiles:
             plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
             plgpu.barrier_arrive(self.scratch["array_tiles_free"].at[slots.arrays])
-
-    def wait_for_turn(self) -> None:
-        """Waits until this warpgroup may issue the matmuls of its logits, with `ping_pong`."""
-        if self.plan.ping_pong:
-            self.barriers["ping_pong"].wait(self.wg)
-
-    def end_turn(self) -> None:
-        """Says that this warpgroup has issued them."""
-        if self.plan.ping_pong:
-            self.barriers["ping_pong"].arrive(lax.rem(self.wg + 1, self.plan.config.compute_wgs))
 
     def words(self, n: Any, tile: Any) -> dict[int, Any]:
         """Returns the arrays that have a word for each tile, by number."""

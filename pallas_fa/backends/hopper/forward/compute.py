@@ -21,7 +21,8 @@ from pallas_fa.backends.hopper import products
 from pallas_fa.backends.hopper.forward import epilogue, work
 from pallas_fa.backends.hopper.forward.logits import Logits
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.scratch import ping_pong_barrier
+from pallas_fa.backends.hopper.forward.scratch import barriers
+from pallas_fa.backends.hopper.ping_pong import PingPong
 from pallas_fa.backends.hopper.wgmma import Wgmma
 from pallas_fa.masks.lengths import lengths_of
 
@@ -34,7 +35,8 @@ class Compute:
 
     def __init__(self, plan: ForwardPlan, block: work.QueryBlock, wg: Any, gmem: Any, scratch: dict[str, Any]):
         self.plan, self.block, self.wg, self.gmem, self.scratch = plan, block, wg, gmem, scratch
-        self.wgmma, self.ping_pong = Wgmma(plan.interpret, plan.tiles.q.parts), ping_pong_barrier(plan, scratch)
+        self.wgmma = Wgmma(plan.interpret, plan.tiles.q.parts)
+        self.ping_pong = PingPong.of(barriers(plan, scratch), wg)
         self.k = plan.tiles.k.matrix(scratch["k_smem"])
         self.values = [(part, part.tiles.matrix(scratch[f"{part.name}_smem"])) for part in plan.value_rows]
         self.q_smem = plan.tiles.q.matrix(scratch["q_smem"])
@@ -77,18 +79,10 @@ class Compute:
     def _slot(self, i):
         return lax.rem(jnp.asarray(self.block.done + i, jnp.int32), self.plan.config.stages)
 
-    def _wait_to_issue(self):
-        if self.ping_pong:
-            self.ping_pong.wait(self.wg)
-
-    def _let_next_issue(self):
-        if self.ping_pong:
-            self.ping_pong.arrive(lax.rem(self.wg + 1, self.plan.config.compute_wgs))
-
     def _skip(self, i):
         """Takes part in the barriers of a step that only other warpgroups compute."""
-        self._wait_to_issue()
-        self._let_next_issue()
+        self.ping_pong.wait_to_issue()
+        self.ping_pong.let_next_issue()
         slot = self._slot(i)
         for name, pieces in (("k", self._k_pieces(slot)), ("v", [slot])):
             for piece in pieces:
@@ -160,11 +154,11 @@ class Compute:
         """
         plan, scratch, slot, visited = self.plan, self.scratch, self._slot(i), self.logits.visited(i)
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(slot)[0]])
-        self._wait_to_issue()
+        self.ping_pong.wait_to_issue()
 
         def first_products(x_acc):
             self._issue_products(x_acc, slot)
-            self._let_next_issue()
+            self.ping_pong.let_next_issue()
             return self._products(x_acc, slot, issued=0)
 
         kept = self._kept(i, visited)
@@ -226,7 +220,7 @@ class Compute:
         def sums(x_acc, accs):
             plgpu.barrier_wait(scratch["v_ready"].at[v_slot])
             issued = self._weighted_sums(accs, p, v_slot)
-            self._let_next_issue()
+            self.ping_pong.let_next_issue()
             x = self._products(x_acc, k_slot, issued)
             logits = self.logits.apply(x, i, is_boundary, visited)
             results = self._softmax(*logits, m, l, is_boundary)
@@ -236,7 +230,7 @@ class Compute:
 
         kept = self._kept(i, visited)  # slower between matmuls (evidence: library/dropout-by-philox)
         plgpu.barrier_wait(scratch["k_ready"].at[self._k_pieces(k_slot)[0]])
-        self._wait_to_issue()
+        self.ping_pong.wait_to_issue()
         acc, (l, p, *new_max) = self.wgmma.scoped(matmuls, (64, plan.config.block_kv))
         plgpu.barrier_arrive(scratch["v_free"].at[v_slot])
         # p is rounded only now: ptxas serialises all matmuls where operands in registers are made while one is in flight

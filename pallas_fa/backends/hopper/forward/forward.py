@@ -26,9 +26,10 @@ from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import load
 from pallas_fa.backends.hopper.forward.load_narrow import NarrowLoad
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
-from pallas_fa.backends.hopper.forward.scratch import by_name, ping_pong_barrier
+from pallas_fa.backends.hopper.forward.scratch import barriers, by_name
 from pallas_fa.backends.hopper.forward.scratch import scratch as scratch_of
 from pallas_fa.backends.hopper.forward.work import for_blocks
+from pallas_fa.backends.hopper.ping_pong import PingPong
 from pallas_fa.operands.layout import ordered
 from pallas_fa.operands.pages import Paged
 from pallas_fa.problem import Operands, Problem
@@ -121,12 +122,8 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     @pl.when(wg < plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        ping_pong = ping_pong_barrier(plan, scratch)
-        if ping_pong:
-            pl.when(wg == plan.config.compute_wgs - 1)(lambda: ping_pong.arrive(0))
-        for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run())
-        if ping_pong:
-            pl.when(wg == 0)(lambda: ping_pong.wait(0))
+        turns = PingPong.of(barriers(plan, scratch), wg)
+        turns.run(lambda: for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run()))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == plan.config.compute_wgs)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_fa.backends.gpu.named_barriers import WARPGROUP, NamedBarrier, Parties, interpreter_scratch, numbered
+from pallas_fa.backends.gpu.named_barriers import NamedBarrier, interpreter_scratch, numbered
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS
+from pallas_fa.backends.hopper import ping_pong
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.tiles import over_another
 
@@ -70,15 +71,10 @@ def by_name(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
     return over_another(scratch, "q", plan.tiles.q, "out", plan.tiles.out, rows=64) if plan.out_over_q else scratch
 
 
-def ping_pong_barrier(plan: ForwardPlan, scratch: dict[str, Any]) -> NamedBarrier | None:
-    """Returns the barriers of ping-pong scheduling, if it is on.
-
-    At barrier i, warpgroup i waits until the one before has issued its matmuls.
-    """
-    return numbered(_parties(plan), scratch).get("ping_pong")
+def barriers(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, NamedBarrier]:
+    """Returns the barriers between warpgroups, by name: those of ping-pong scheduling, if it is on."""
+    return numbered(_parties(plan), scratch)
 
 
 def _parties(plan):
-    if not plan.ping_pong:
-        return {}
-    return {"ping_pong": Parties(plan.config.compute_wgs, arrivals=1, arriving=WARPGROUP, waiting=WARPGROUP)}
+    return ping_pong.parties(plan.config.compute_wgs) if plan.ping_pong else {}
