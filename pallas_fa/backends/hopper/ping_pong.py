@@ -27,7 +27,7 @@ class PingPong(NamedTuple):
         """Returns those by `barriers`, among which are `parties` where ping-pong scheduling is on."""
         return cls(barriers.get(_NAME), wg)
 
-    def run(self, body: Callable[[], None]) -> None:
+    def run(self, body: Callable[[], Any]) -> None:
         """Calls body(), in which each warpgroup has as many turns; warpgroup 0 has the first one."""
         barrier = self.barrier
         if barrier is None:
