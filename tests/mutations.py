@@ -37,6 +37,7 @@ SCHEDULE = "tests/test_schedule.py"
 FORWARD = "tests/test_kernel_interpreted.py -k interpreted"
 COLUMNS = "tests/test_kernel_interpreted.py -k arrays_of_queries"
 SPLIT = "tests/test_kernel_interpreted.py -k split_heads"
+IN_TURNS = "tests/test_kernel_interpreted.py -k output"
 BACKWARD = "tests/test_backward_interpreted.py -k free_of_races"
 ORDER = "tests/test_backward_plan.py -k order_of_grouped"
 HEAD_PARTS = "tests/test_backward_interpreted.py -k head_parts"
@@ -102,6 +103,7 @@ MUTATIONS = (
     Mutation("backends/hopper/forward/compute.py", 'of_kind("column"):\n', 'of_kind("none"):\n', COLUMNS),
     Mutation("backends/hopper/forward/work.py", "steps.boundary_end if part.starts_full else", "", SPLIT),
     Mutation("backends/hopper/forward/partial_results.py", "(first[0], 0, first[1], 0)", "(0, 0, 0, 0)", SPLIT),
+    Mutation("backends/hopper/forward/epilogue.py", "slots - at_once", "slots", IN_TURNS),
     Mutation("backends/hopper/products.py", "for i in range(total + 1))", "for i in range(total))", PARTS),
     Mutation("backends/hopper/wgmma.py", "first + of_b * len(accs) + i", "first + of_weights * len(accs) + i", FLOAT32),
     Mutation("backends/float16_range.py", "jnp.maximum(exponent, 0)", "jnp.zeros_like(exponent)", FLOAT16),

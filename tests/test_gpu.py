@@ -239,6 +239,20 @@ PERSISTENT += tuple(
         (1024, 1024, "full", "plain", "float16", 1, 80, {}, {"q_block_pairs": 0, "pin_softmax": True}),
     )
 )
+# Past H=128 the output is stored in turns.
+PERSISTENT += tuple(
+    (
+        Case(T, S, mask, score, dtype, N=4, K=K, H=H, Hv=Hv, batch=(2,), **options),
+        Config(ForwardConfig(2, block_kv, ping_pong=H == 192, rescale_under_qk=True, persistent_ctas=3, **tiles)),
+    )
+    for T, S, mask, score, dtype, K, H, Hv, options, block_kv, tiles in (
+        (1000, 1000, "causal", "plain", "bfloat16", 4, 192, 128, {}, 128, dict(q_block_pairs=1, out_chunks=1)),
+        (777, 1024, "bottom_right", "alibi", "float16", 2, 192, 72, dict(dropout=0.3), 128, dict(out_chunks=1)),
+        (1024, 1024, "causal", "plain", "bfloat16", 2, 256, 256, {}, 64, dict(q_block_pairs=2, out_chunks=2)),
+        (513, 700, "full", "plain", "float16", 4, 200, 256, dict(sinks="heads"), 64, dict(out_chunks=2)),
+        (900, 900, "lengths", "plain", "bfloat16", 4, 256, 136, {}, 64, dict(out_chunks=1)),
+    )
+)
 # The tables' tiles at H=64, which CTAs take by tickets in larger calls, and blocks dealt out in turn, as the tables have it.
 WITH_TICKETS = Config(backward=BY_TICKETS)
 AT_64 = (

@@ -106,6 +106,22 @@ CASES = {
         dataclasses.replace(BASE, T=300, S=200, mask="full", sinks="heads"),
         Config(forward=ForwardConfig(2, 256, 1, ping_pong=True, persistent_ctas=3)),
     ),
+    "output in turns, causal, of three chunks two": (
+        dataclasses.replace(BASE, T=300, N=4, K=2, H=192, Hv=192, mask="causal"),
+        Config(forward=ForwardConfig(1, 64, q_block_pairs=1, persistent_ctas=2, out_chunks=2)),
+    ),
+    "output in turns, single blocks, ping-pong, sinks": (
+        dataclasses.replace(BASE, T=270, N=3, H=192, Hv=128, mask="full", sinks="heads"),
+        Config(forward=ForwardConfig(2, 128, ping_pong=True, persistent_ctas=2, out_chunks=1)),
+    ),
+    "output in turns, pairs, fewer chunks, every kind of score": (
+        dataclasses.replace(BASE, T=300, H=72, Hv=40, mask="causal", score="everything", dropout=0.3),
+        Config(forward=ForwardConfig(1, 64, q_block_pairs=2, out_chunks=2)),
+    ),
+    "output in turns, float32": (
+        dataclasses.replace(BASE, T=200, H=64, Hv=96, mask="causal", dtype="float32"),
+        Config(forward=ForwardConfig(1, 64, q_block_pairs=1, out_chunks=2)),
+    ),
     "grouped rows": (dataclasses.replace(BASE, N=8, batch=(2,), mask="window_causal"), GROUPED_ROWS),
     "grouped rows, one step, sinks": (
         dataclasses.replace(BASE, T=203, N=8, K=2, mask="window", sinks="batch", batch=(2,)),

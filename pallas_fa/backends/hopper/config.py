@@ -31,6 +31,9 @@ class ForwardConfig:
         epilogue of the block before, of another head too. 0: none.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
+      out_chunks: chunks of 128 bytes of the output's rows that have shared memory at a time, where a CTA processes several
+        query blocks. They are stored in turns, and the rest of that memory is free for longer key blocks. 0: all chunks
+        (evidence: forward/output-in-turns).
       grouped_rows: the query heads of a key head are the rows of a query block, and its key blocks are counted from the
         first key that it sees. For windows (evidence: forward/grouped-rows).
     """
@@ -47,6 +50,7 @@ class ForwardConfig:
     split_heads: int = 0
     persistent_ctas: int = 0
     rescale_under_qk: bool = False
+    out_chunks: int = 0
     grouped_rows: bool = False
 
     def __post_init__(self):
@@ -71,6 +75,8 @@ class ForwardConfig:
             raise ValueError(f"split_heads={self.split_heads} needs keys in parts, and kv_splits is 1.")
         if self.persistent_ctas < 0:
             raise ValueError(f"persistent_ctas={self.persistent_ctas} must be at least 0, for a CTA for each block.")
+        if self.out_chunks < 0:
+            raise ValueError(f"out_chunks={self.out_chunks} must be at least 0, for memory for all of the output.")
 
     @property
     def block_q(self) -> int:

@@ -108,9 +108,9 @@ class Tiles:
         """Returns how often loading a tile of `rows` rows arrives on its barriers."""
         return self.copies * (rows // self.group if self.group > 1 and self._one_view else 1)
 
-    def scratch(self, *lead: int, rows: int) -> Any:
-        """Returns shared memory for tiles of `rows` rows, with leading dims `lead`."""
-        views = self.views(*lead, rows=rows)
+    def scratch(self, *lead: int, rows: int, chunks: int = 0) -> Any:
+        """Returns shared memory for tiles of `rows` rows, with leading dims `lead`; for `chunks` chunks, if not for all."""
+        views = self.views(*lead, rows=rows, chunks=chunks)
         return views[0] if len(views) == 1 else plgpu.RefUnion(*views)
 
     def rows_of(self, other: "Tiles", rows: int) -> int | None:
@@ -122,14 +122,15 @@ class Tiles:
         fitting, rest = divmod(rows * own, others)
         return None if rest or fitting < rows or fitting % 8 else fitting  # swizzled tiles have whole groups of 8 rows
 
-    def views(self, *lead: int, rows: int) -> tuple[Any, ...]:
+    def views(self, *lead: int, rows: int, chunks: int = 0) -> tuple[Any, ...]:
         """Returns the views of this memory: one for both, or `matrix` and `copied`."""
-        shape = (*lead, self.copies, rows, self.chunk)
+        lead = (*lead, chunks or self.copies)
+        shape = (*lead, rows, self.chunk)
         matrix = plgpu.SMEM(shape, self.dtype, transforms=swizzle(self.dtype, self.swizzled))
         if self._one_view:
             return (matrix,)
         rows_of_chunk = (rows,) if self.group == 1 else (rows // self.group, self.group)
-        shape = (*lead, self.copies, *rows_of_chunk, self.chunk)
+        shape = (*lead, *rows_of_chunk, self.chunk)
         return matrix, plgpu.SMEM(shape, self.dtype, transforms=(plgpu.SwizzleTransform(self.swizzle_bytes),))
 
     def scratch_with(self, other: "Tiles", *lead: int, rows: int) -> Any:
@@ -164,8 +165,12 @@ class Tiles:
     def store(self, copied: Any, gmem: Any, b: Any, rows: Any, head: Any, column_part: Any = 0) -> None:
         """Starts copying a tile to rows of one head; rows and columns outside are dropped."""
         for i in range(self.copies):
-            for target, source in self._boxes(gmem, b, rows, head, i, column_part, copied.at[i]):
-                plgpu.copy_smem_to_gmem(source, target)
+            self.store_chunk(i, copied.at[i], gmem, b, rows, head, column_part)
+
+    def store_chunk(self, i: int, copied: Any, gmem: Any, b: Any, rows: Any, head: Any, column_part: Any = 0) -> None:
+        """Starts copying chunk i of a tile, which lies in `copied`."""
+        for target, source in self._boxes(gmem, b, rows, head, i, column_part, copied):
+            plgpu.copy_smem_to_gmem(source, target)
 
     def _boxes(self, gmem, b, rows, head, i, column_part, copied):
         """Yields what is copied at once of a chunk: its place in device memory, and its part of the tile."""

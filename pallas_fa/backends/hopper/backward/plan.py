@@ -118,6 +118,15 @@ class BackwardPlan(BackwardCore):
         return self.config.p_before_dp and len(self.kind.gives) == 3 and from_p_alone and not self.splits
 
     @property
+    def makes_descriptors_anew(self) -> bool:
+        """Whether the descriptors of matmuls on streamed tiles are computed in each step (see `registers.opaque`).
+
+        Only where that is faster (evidence: library/descriptors-of-matmuls).
+        """
+        problem = self.problem
+        return len(self.kind.gives) == 3 and max(problem.H, problem.Hv) <= 64 and not self.splits
+
+    @property
     def by_gradient(self) -> bool:
         """Whether one compute warpgroup adds to dV and the other to dK (see `by_gradient`).
 

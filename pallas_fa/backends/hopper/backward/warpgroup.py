@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.gpu.dropout import HeadDropout
+from pallas_fa.backends.gpu.registers import opaque
 from pallas_fa.backends.gpu.schedule import Visits
 from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
@@ -85,7 +86,8 @@ class Warpgroup:
     def slots(self, done: Any) -> Slots:
         """Returns the slots of the tile of step `done`."""
         counts = *self.plan.config.stages, self.plan.array_slots
-        return Slots(*(lax.rem(done, jnp.int32(count)) for count in counts))
+        slots = (lax.rem(done, jnp.int32(count)) for count in counts)
+        return Slots(*(opaque(x, self.plan.interpret) if self.plan.makes_descriptors_anew else x for x in slots))
 
     def wait_for_qk(self, slots: Slots) -> None:
         """Waits for the tile of `streamed_qk`, its row statistics and arrays."""

@@ -40,7 +40,7 @@ class Compute:
         self.k = plan.tiles.k.matrix(scratch["k_smem"])
         self.values = [(part, part.tiles.matrix(scratch[f"{part.name}_smem"])) for part in plan.value_rows]
         self.q_smem = plan.tiles.q.matrix(scratch["q_smem"])
-        self.q = self.q_smem.at[wg]
+        self.q_registers: Any = None  # the queries, where they are an operand in registers
         self.t0 = block.t0 + wg * 64
         self.block_steps = work.steps_of(plan, block, gmem)
         self.steps = work.steps_of_warpgroup(plan, block, self.block_steps, wg)
@@ -54,7 +54,7 @@ class Compute:
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
         plan, steps, end = self.plan, self.steps, self.block_steps.end
-        plgpu.barrier_wait(self.scratch["q_ready"])
+        plgpu.barrier_wait(self.scratch["q_ready"].at[self.wg])
         if plan.skips_steps:
             pl.loop(0, steps.first)(self._skip)
             pl.when(steps.first < steps.end)(self._attend)
@@ -100,12 +100,13 @@ class Compute:
 
     def _issue_products(self, x_acc, slot):
         """Issues Q K^T of the keys in a slot, each piece once it is there; the first is."""
+        again = lambda x: opaque(x, self.plan.interpret) if self.plan.makes_descriptors_anew else x
+        q = self.q_smem.at[again(self.wg)] if self.q_registers is None else self.q_registers
+        k = self.k.at[again(slot)]
         _, *others = self._k_pieces(slot)
         if not others:
-            self.wgmma.inner_products(x_acc, self.q, self.k.at[slot])
+            self.wgmma.inner_products(x_acc, q, k)
             return
-        again = lambda x: opaque(x, self.plan.interpret)
-        q, k = self.q_smem.at[again(self.wg)], self.k.at[again(slot)]
         for i, piece in enumerate([None, *others]):
             if piece is not None:
                 plgpu.barrier_wait(self.scratch["k_ready"].at[piece])
@@ -125,12 +126,12 @@ class Compute:
         if self.plan.several_blocks:
             if self.plan.arrays.of_kind("column"):
                 plgpu.commit_smem()  # read by ordinary loads: order them before the next TMA write
-            plgpu.barrier_arrive(self.scratch["q_free"])
+            plgpu.barrier_arrive(self.scratch["q_free"].at[self.wg])
 
     def _attend(self):
         """The prologue, the mainloop (boundary blocks, full blocks, boundary blocks) and the epilogue."""
         if self.plan.config.q_in_registers and not self.plan.wide:
-            self.q = self.wgmma.left_operand(self.q)
+            self.q_registers = self.wgmma.left_operand(self.q_smem.at[self.wg])
         steps = self.steps
         carry = self._first_step(steps.first, not steps.starts_full)
         after_first = steps.first + 1

@@ -45,17 +45,23 @@ def store(
 
 
 def _store_whole(plan, block, wg, gmem, scratch, acc, lse):
-    if plan.several_blocks:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the block before
+    tiles, slots = plan.tiles.out, plan.out_slots
     smem = scratch["out_smem" if plan.separate_out else "q_smem"]
-    out_smem = plan.tiles.out.matrix(smem)
-    for i, x in enumerate(pieces(acc, plan.tiles.out.chunk)):
-        out_smem[wg, i] = x.astype(plan.tiles.out.dtype)
-    scratch["lse_smem"][wg] = lse
-    plgpu.commit_smem()
+    matrix, copied = (x.at[wg] for x in (tiles.matrix(smem), tiles.copied(smem)))
     entry, t0 = result_entry(plan, block), block.t0 + wg * 64
-    rows = pl.ds(t0, 64)
-    plan.tiles.out.store(plan.tiles.out.copied(smem).at[wg], gmem.out, entry, rows, block.n, block.column_part)
+    rows, chunks = pl.ds(t0, 64), list(pieces(acc, tiles.chunk))
+    at_once = 1 if plan.out_in_turns else len(chunks)
+    for first in range(0, len(chunks), at_once):
+        turn = range(first, first + at_once)
+        if plan.several_blocks:  # of the stores before, in this block and the one before, the slots are read
+            plgpu.wait_smem_to_gmem(slots - at_once, wait_read_only=True)
+        for i in turn:
+            matrix[i % slots] = chunks[i].astype(tiles.dtype)
+        if i == len(chunks) - 1:
+            scratch["lse_smem"][wg] = lse
+        plgpu.commit_smem()
+        for i in turn:
+            tiles.store_chunk(i, copied.at[i % slots], gmem.out, entry, rows, block.n, block.column_part)
     lse_rows = gmem.lse.at[entry, block.n, rows]
     store_lse = lambda: plgpu.copy_smem_to_gmem(scratch["lse_smem"].at[wg], lse_rows)
     conditions = [block.column_part == 0] if plan.column_parts > 1 else []

@@ -119,7 +119,7 @@ class Keys(Load):
         """Loads what follows the keys of step i: arrays, and before the first step the next queries."""
         plan = self.plan
         if plan.several_blocks:  # after the first keys, which need not wait for the end of the block before
-            pl.when(i == 0)(self._next_queries)
+            pl.when(i == 0)(self._queries)
         if plan.arrays.streamed and plan.score_streams:
             self._arrays(steps, i, keys)
         elif plan.arrays.streamed:
@@ -131,7 +131,8 @@ class Keys(Load):
         if plan.arrays.streamed:
             drain(plan, arrays_done, scratch["arrays_free"])
         if plan.several_blocks:
-            plgpu.barrier_wait(scratch["q_free"])
+            for wg in range(plan.config.compute_wgs):
+                plgpu.barrier_wait(scratch["q_free"].at[wg])
 
     def _keys(self, i, keys, at):
         plan, free, ready = self.plan, self.scratch["k_free"], self.scratch["k_ready"]
@@ -148,10 +149,13 @@ class Keys(Load):
         self.load_rows("k", tiles, keys, at, copied, of_chunk)
 
     def _queries(self):
-        plan, block, ready = self.plan, self.block, self.scratch["q_ready"]
+        plan, block = self.plan, self.block
         copied = plan.tiles.q.copied(self.scratch["q_smem"])
         for wg in range(plan.config.compute_wgs):
-            rows = self._rows(wg)
+            rows, ready = self._rows(wg), self.scratch["q_ready"].at[wg]
+            if plan.several_blocks:
+                free = self.scratch["q_free"].at[wg]
+                pl.when(block.done > 0)(functools.partial(plgpu.barrier_wait, free))
             plan.tiles.q.load(self.gmem.q, block.b, rows, block.n, copied.at[wg], ready)
             for a in plan.arrays.of_kind("column"):
                 source = self.gmem.arrays[a].at[(*plan.arrays[a].index(block.b, block.n), rows)]
@@ -160,10 +164,6 @@ class Keys(Load):
     def _rows(self, wg):
         # For front padding other rows are loaded: the barriers count on it.
         return pl.ds(self.plan.blocks.present(self.block.t0 + wg * 64), 64)
-
-    def _next_queries(self):
-        pl.when(self.block.done > 0)(lambda: plgpu.barrier_wait(self.scratch["q_free"]))
-        self._queries()
 
     def _arrays(self, steps, i, keys):
         """Loads the rows and tiles of arrays for step i."""

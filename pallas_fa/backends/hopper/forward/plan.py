@@ -79,7 +79,9 @@ class ForwardPlan(ForwardCore):
         v = v.summed_over(self.config.block_kv)
         if self.all_in_parts:  # partial results are float32
             out = dataclasses.replace(out, dtype=np.dtype(np.float32), in_chunks=True)
-        if self.all_in_parts or self.group > 1:
+        if self.out_in_turns:
+            out = dataclasses.replace(out, in_chunks=True)
+        if self.all_in_parts or self.group > 1 or self.out_in_turns:
             v = dataclasses.replace(v, in_chunks=v.chunk % out.chunk > 0)
         else:
             v, out = in_same_chunks(v, out)  # and the chunks of p v are those of v
@@ -290,6 +292,25 @@ class ForwardPlan(ForwardCore):
         shorter = self.problem.mask is not None and c.block_q > c.block_kv
         past_the_end = 0 < self.problem.dims.T % c.block_q <= c.block_q - 64
         return self.group == 1 and not self.visit_table and c.compute_wgs > 1 and (shorter or past_the_end)
+
+    @property
+    def makes_descriptors_anew(self) -> bool:
+        """Whether the descriptors of matmuls on queries and keys are computed in each step (see `registers.opaque`).
+
+        Elsewhere it is no faster (evidence: library/descriptors-of-matmuls).
+        """
+        return self.wide or self.out_in_turns
+
+    @property
+    def out_in_turns(self) -> bool:
+        """Whether the chunks of the output are stored in turns: shared memory has room for some of them."""
+        return self.several_blocks and self.config.out_chunks > 0
+
+    @property
+    def out_slots(self) -> int:
+        """Chunks of the output that have shared memory at a time."""
+        chunks = self.tiles.out.copies
+        return min(self.config.out_chunks, chunks) if self.out_in_turns else chunks
 
     @property
     def separate_out(self) -> bool:

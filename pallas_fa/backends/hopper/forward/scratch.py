@@ -25,7 +25,7 @@ def scratch(plan: ForwardPlan) -> dict[str, Any]:
 def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
     c = plan.config
-    ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
+    ring, of_warpgroups = (functools.partial(plgpu.Barrier, num_barriers=n) for n in (c.stages, c.compute_wgs))
     scratch: dict[str, Any] = {}
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
     for i in sorted(streamed + columns):
@@ -43,13 +43,13 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
     scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
     if plan.separate_out and not plan.out_over_q:
-        scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64)
+        scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64, chunks=plan.out_slots)
     if c.pin_softmax:
         columns_of_pin = () if plan.pins_maximum else (SUM_COLUMNS,)
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
     if plan.several_blocks:
-        scratch["q_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs)
-    scratch["q_ready"] = plgpu.Barrier(num_arrivals=c.compute_wgs * (plan.tiles.q.arrivals(64) + len(columns)))
+        scratch["q_free"] = of_warpgroups(num_arrivals=1)
+    scratch["q_ready"] = of_warpgroups(num_arrivals=plan.tiles.q.arrivals(64) + len(columns))
     if plan.out_over_q:
         scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:

@@ -55,6 +55,11 @@ _H128: dict[str, Any] = dict(head_dim=up_to(128), value_dim=up_to(128))
 _H192: dict[str, Any] = dict(head_dim=up_to(192), value_dim=up_to(128))
 _H192_ALONE: dict[str, Any] = dict(head_dim=Span(129, 192), value_dim=up_to(128))
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
+_H256_ALONE: dict[str, Any] = dict(head_dim=Span(129, 256), value_dim=up_to(256))
+# Several query blocks a CTA past H=128.
+_IN_TURNS: dict[str, Any] = dict(split=False, visit_table=False)
+_IN_TURNS_192: dict[str, Any] = dict(**_H192_ALONE, **_IN_TURNS, windowed=False, length=Span(257, 8192))
+_IN_TURNS_256: dict[str, Any] = dict(**_H256_ALONE, **_IN_TURNS, windowed=False, length=Span(257, 2048))
 # Cross attention on few keys, and nothing that tells them apart: one to four steps for each query block.
 _FEW_KEYS: dict[str, Any] = dict(uniform=True, visit_table=False, split=False, dropout=False)
 _FEW_KEYS_64: dict[str, Any] = dict(**_H64, **_FEW_KEYS, length=at_least(513))
@@ -68,7 +73,11 @@ _SHORT_WINDOW_64: dict[str, Any] = dict(**_H64, window=Span(1, 512), split=False
 _SHORT_WINDOW_128: dict[str, Any] = dict(**_H128, window=Span(1, 256), split=False)
 _SMALL = ForwardConfig(2, 64), ForwardConfig(1, 64)
 _SHORT = ForwardConfig(2, q_in_registers=True, l2_head_group=1), ForwardConfig(2, ping_pong=True), *_SMALL
-_LATE_64 = ForwardConfig(2, 64, rescale_under_qk=True), *_SMALL
+_LATE_64 = (
+    ForwardConfig(2, 64, rescale_under_qk=True, out_chunks=2),
+    ForwardConfig(2, 64, rescale_under_qk=True),
+    *_SMALL,
+)
 _WIDE = tuple(ForwardConfig(wgs, 64, stages, pin_softmax=False) for wgs in (2, 1) for stages in (2, 1))
 
 
@@ -146,7 +155,7 @@ TILES = Table(
     Row(_two_warpgroups(ping_pong=True, l2_head_group=1), "forward/l2-head-grouping", **_H192, visit_table=True),
     # Where the few steps are unrolled, key blocks of 128 spill 264 bytes.
     Row(_SMALL, "forward/output-over-queries", **_H192_ALONE, uniform=False, length=up_to(256)),
-    Row(_two_warpgroups(**_LATE), "forward/output-over-queries", **_H192),
+    Row(_two_warpgroups(**_LATE, out_chunks=1), "forward/output-over-queries", **_H192),
     Row(_LATE_64, "forward/rescale-under-qk", **_H256),
     Row(_WIDE, "forward/wide-heads"),
 )
@@ -163,6 +172,9 @@ PERSISTENT = Table(
     Row(True, **_H128, split=False, uniform=True, visit_table=False, length=up_to(8192)),
     Row(False, **_H64),
     Row("pairs", **_H128, split=False, visit_table=False, windowed=False, length=up_to(8192)),
+    Row("pairs", "forward/output-in-turns", **_IN_TURNS_192),
+    Row(True, "forward/output-in-turns", **_H256_ALONE, **_IN_TURNS, uniform=True, length=Span(257, 1024)),
+    Row("pairs", "forward/output-in-turns", **_IN_TURNS_256),
     Row(False),
 )
 
@@ -183,6 +195,8 @@ PAIRS = Table(
     Row((4, 2, 1, 0), **_H64, packed=True),
     Row((3, 0), **_H64, length=Span(961, 1024), uniform=False, visit_table=False),
     Row((0,), **_H64),
+    Row((1, 0), "forward/output-in-turns", **_IN_TURNS_192),
+    Row((1, 0), "forward/output-in-turns", **_IN_TURNS_256, uniform=False),
     Row((0,), "forward/output-over-queries", **_H192_ALONE),  # pairs leave no room for key blocks of 128
     Row((0,), "forward/arrays-of-masks", **_SAME_KEYS),
     Row((0,), "forward/prompts", **_LONG_ARRAYS),
