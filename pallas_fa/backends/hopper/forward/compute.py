@@ -54,7 +54,8 @@ class Compute:
     def run(self) -> tuple[Any, Any]:
         """Returns (steps of the block, steps that use streamed arrays)."""
         plan, steps, end = self.plan, self.steps, self.block_steps.end
-        plgpu.barrier_wait(self.scratch["q_ready"].at[self.wg])
+        ready = self.scratch["q_ready"]
+        plgpu.barrier_wait(ready.at[self.wg] if plan.several_blocks else ready)
         if plan.skips_steps:
             pl.loop(0, steps.first)(self._skip)
             pl.when(steps.first < steps.end)(self._attend)

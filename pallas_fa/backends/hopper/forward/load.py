@@ -152,8 +152,9 @@ class Keys(Load):
         plan, block = self.plan, self.block
         copied = plan.tiles.q.copied(self.scratch["q_smem"])
         for wg in range(plan.config.compute_wgs):
-            rows, ready = self._rows(wg), self.scratch["q_ready"].at[wg]
+            rows, ready = self._rows(wg), self.scratch["q_ready"]
             if plan.several_blocks:
+                ready = ready.at[wg]
                 free = self.scratch["q_free"].at[wg]
                 pl.when(block.done > 0)(functools.partial(plgpu.barrier_wait, free))
             plan.tiles.q.load(self.gmem.q, block.b, rows, block.n, copied.at[wg], ready)

@@ -17,7 +17,8 @@ from pallas_fa.backends.hopper.tiles import over_another
 def scratch(plan: ForwardPlan) -> dict[str, Any]:
     """Returns shared memory and barriers by name, in the order in which they lie in memory.
 
-    `x_ready`: what is loaded to `x_smem` has arrived. `x_free`: nothing reads `x_smem` any more.
+    `x_ready`: what is loaded to `x_smem` has arrived. `x_free`: nothing reads `x_smem` any more. Where a CTA processes
+    several query blocks, each warpgroup has these barriers of its queries for itself.
     """
     return on_gpu(plan) | (interpreter_scratch(_parties(plan)) if plan.interpret else {})
 
@@ -25,7 +26,7 @@ def scratch(plan: ForwardPlan) -> dict[str, Any]:
 def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     """Returns the part of `scratch` that a GPU needs too."""
     c = plan.config
-    ring, of_warpgroups = (functools.partial(plgpu.Barrier, num_barriers=n) for n in (c.stages, c.compute_wgs))
+    ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
     scratch: dict[str, Any] = {}
     arrays, streamed, columns = plan.arrays, plan.arrays.streamed, plan.arrays.of_kind("column")
     for i in sorted(streamed + columns):
@@ -48,8 +49,12 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         columns_of_pin = () if plan.pins_maximum else (SUM_COLUMNS,)
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
     if plan.several_blocks:
-        scratch["q_free"] = of_warpgroups(num_arrivals=1)
-    scratch["q_ready"] = of_warpgroups(num_arrivals=plan.tiles.q.arrivals(64) + len(columns))
+        scratch["q_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)
+    arrivals = plan.tiles.q.arrivals(64) + len(columns)
+    if plan.several_blocks:
+        scratch["q_ready"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.compute_wgs)
+    else:
+        scratch["q_ready"] = plgpu.Barrier(num_arrivals=arrivals * c.compute_wgs)
     if plan.out_over_q:
         scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:
