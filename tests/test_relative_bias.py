@@ -98,7 +98,10 @@ def test_vmap(axes, small_chunks):
     args = [x if axis == 0 else x[0] for x, axis in zip(mapped, axes, strict=True)]
     run = jax.jit(functools.partial(results, score=scores.RelativeBias, implementation="xla"))
     one_by_one = [run(*(x[i] if axis == 0 else x for x, axis in zip(args, axes, strict=True))) for i in range(3)]
-    close(jax.vmap(run, axes)(*args), jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
+    together = jax.vmap(run, axes)(*args)
+    for got, want in zip(together, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), strict=True):
+        # Compilers may add in another order, and the error of a sum is that of its terms: of the array, not of an element.
+        assert np.linalg.norm(got - want) < 2e-6 * np.linalg.norm(want)
 
 
 def test_it_composes(small_chunks):
