@@ -57,7 +57,7 @@ def _store_whole(plan, block, wg, gmem, scratch, acc, lse):
             plgpu.wait_smem_to_gmem(slots - at_once, wait_read_only=True)
         for i in turn:
             matrix[i % slots] = chunks[i].astype(tiles.dtype)
-        if i == len(chunks) - 1:
+        if turn[-1] == len(chunks) - 1:
             scratch["lse_smem"][wg] = lse
         plgpu.commit_smem()
         for i in turn:

@@ -48,10 +48,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     if c.pin_softmax:
         columns_of_pin = () if plan.pins_maximum else (SUM_COLUMNS,)
         scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
-    if plan.several_blocks:
-        scratch["q_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)
     arrivals = plan.tiles.q.arrivals(64) + len(columns)
     if plan.several_blocks:
+        scratch["q_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)
         scratch["q_ready"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.compute_wgs)
     else:
         scratch["q_ready"] = plgpu.Barrier(num_arrivals=arrivals * c.compute_wgs)

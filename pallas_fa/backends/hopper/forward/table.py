@@ -57,9 +57,9 @@ _H192_ALONE: dict[str, Any] = dict(head_dim=Span(129, 192), value_dim=up_to(128)
 _H256: dict[str, Any] = dict(head_dim=up_to(256), value_dim=up_to(256))
 _H256_ALONE: dict[str, Any] = dict(head_dim=Span(129, 256), value_dim=up_to(256))
 # Several query blocks a CTA past H=128.
-_IN_TURNS: dict[str, Any] = dict(split=False, visit_table=False)
-_IN_TURNS_192: dict[str, Any] = dict(**_H192_ALONE, **_IN_TURNS, windowed=False, length=Span(257, 8192))
-_IN_TURNS_256: dict[str, Any] = dict(**_H256_ALONE, **_IN_TURNS, windowed=False, length=Span(257, 2048))
+_IN_TURNS: dict[str, Any] = dict(split=False, visit_table=False, windowed=False)
+_IN_TURNS_192: dict[str, Any] = dict(**_H192_ALONE, **_IN_TURNS, length=Span(257, 8192))
+_IN_TURNS_256: dict[str, Any] = dict(**_H256_ALONE, **_IN_TURNS, length=Span(257, 2048))
 # Cross attention on few keys, and nothing that tells them apart: one to four steps for each query block.
 _FEW_KEYS: dict[str, Any] = dict(uniform=True, visit_table=False, split=False, dropout=False)
 _FEW_KEYS_64: dict[str, Any] = dict(**_H64, **_FEW_KEYS, length=at_least(513))
@@ -197,7 +197,7 @@ PAIRS = Table(
     Row((0,), **_H64),
     Row((1, 0), "forward/output-in-turns", **_IN_TURNS_192),
     Row((1, 0), "forward/output-in-turns", **_IN_TURNS_256, uniform=False),
-    Row((0,), "forward/output-over-queries", **_H192_ALONE),  # pairs leave no room for key blocks of 128
+    Row((0,), "forward/output-over-queries", **_H192_ALONE),  # whole outputs leave no room for pairs
     Row((0,), "forward/arrays-of-masks", **_SAME_KEYS),
     Row((0,), "forward/prompts", **_LONG_ARRAYS),
     Row((4, 2, 1, 0), **_H192, visit_table=True),
