@@ -90,6 +90,7 @@ def calls(gpu: Gpu, only_best: bool = False) -> Iterator[Call]:
         yield _hopper_latent(gpu)
         for best in are_best:
             yield from _hopper_smaller_values(gpu, not best)
+            yield from _hopper_in_turns(gpu, not best)
 
 
 def _arrays(head_dim):
@@ -284,6 +285,14 @@ def _hopper_smaller_values(gpu, causal):
     for tiles in hopper_backward_configs(facts, gpu):
         named = functools.partial(plain, config=HopperConfig(backward=tiles))
         yield _hopper_gradients(gpu, "values of 128", causal, named, x, v, row)
+
+
+def _hopper_in_turns(gpu, causal):
+    """Past H=128, so many queries that a CTA processes several blocks of them and stores the output in turns."""
+    plain = lambda q, k, v: normalise(q, k, v, is_causal=causal)
+    for head_dim, value_dim in (192, 128), (256, 256):
+        q, v = (jax.ShapeDtypeStruct((32, T, N, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
+        yield _hopper_chosen(gpu, "output in turns", causal, plain, q, q, v)
 
 
 def _with_dropout(causal, q, k, v):

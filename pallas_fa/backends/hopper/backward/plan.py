@@ -124,7 +124,8 @@ class BackwardPlan(BackwardCore):
         Only where that is faster (evidence: library/descriptors-of-matmuls).
         """
         problem = self.problem
-        return len(self.kind.gives) == 3 and max(problem.H, problem.Hv) <= 64 and not self.splits
+        is_narrow = max(problem.H, problem.Hv) <= 64 and not self.splits
+        return is_narrow and len(self.kind.gives) == 3 and self.config.stages == (2, 2)
 
     @property
     def by_gradient(self) -> bool:
