@@ -146,8 +146,8 @@ CONFIGS = sorted(
 
 @pytest.mark.parametrize(("dim", "dtype", "config"), CONFIGS)
 def test_every_configuration_of_the_tables_lowers(dim, dtype, config):
-    # Where the tables have other key blocks there is no mask, and beside 80 keys no shared memory for one. Where the output is
-    # stored in turns, masks have no arrays.
+    # Where the tables have other key blocks there is no mask, and beside 80 keys no shared memory for one.
+    # Where the output is stored in turns, masks have no arrays.
     in_turns = config.out_chunks and (config.q_block_pairs or config.persistent_ctas)
     mask = "full" if config.block_kv % 64 else "causal" if in_turns else "segments"
     case = dataclasses.replace(BASE, T=500, mask=mask, H=dim, Hv=dim, dtype=dtype)
