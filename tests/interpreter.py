@@ -8,6 +8,10 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# So many that hardly two copies of a kernel share one: who waits for a later copy of a thread seems to have waited for all
+# copies before it.
+TMA_THREADS = 1000
+
 
 def interpreted(run, *arrays):
     """What `run` returns of the arrays, and whether races were found.
@@ -17,7 +21,7 @@ def interpreted(run, *arrays):
     # Its only door is private: pallas has no public name for what the race detector found.
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: TID251
 
-    parameters = plgpu.InterpretGPUParams(detect_races=True)
+    parameters = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=TMA_THREADS)
     with contextlib.redirect_stdout(io.StringIO()), plgpu.force_gpu_interpret_mode(parameters), _callbacks_of_numpy():
         results = jax.block_until_ready(jax.jit(run)(*arrays))
         return results, gpu_callbacks.get_races().races_found

@@ -118,6 +118,14 @@ CASES = {
         dataclasses.replace(BASE, T=300, H=72, Hv=40, mask="causal", score="everything", dropout=0.3),
         Config(forward=ForwardConfig(1, 64, q_block_pairs=2, out_chunks=2)),
     ),
+    "output in turns, of four chunks three": (
+        dataclasses.replace(BASE, T=150, S=130, H=64, Hv=256, mask="full"),
+        Config(forward=ForwardConfig(1, 64, persistent_ctas=1, out_chunks=3)),
+    ),
+    "output in turns, columns in two parts": (
+        dataclasses.replace(BASE, T=200, S=130, H=64, Hv=384, mask="causal"),
+        Config(forward=ForwardConfig(1, 64, q_block_pairs=1, out_chunks=2)),
+    ),
     "output in turns, float32": (
         dataclasses.replace(BASE, T=200, H=64, Hv=96, mask="causal", dtype="float32"),
         Config(forward=ForwardConfig(1, 64, q_block_pairs=1, out_chunks=2)),

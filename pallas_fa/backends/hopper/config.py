@@ -31,9 +31,9 @@ class ForwardConfig:
         epilogue of the block before, of another head too. 0: none.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
-      out_chunks: chunks of 128 bytes of the output's rows that have shared memory at a time, where a CTA processes several
-        query blocks. They are stored in turns, and the rest of that memory is free for longer key blocks. 0: all chunks
-        (evidence: forward/output-in-turns).
+      out_chunks: chunks of the output's rows, of at most 128 bytes, that have shared memory at a time, where a CTA processes
+        several query blocks. They are stored in turns, and the rest of that memory is free for longer key blocks. 0: all
+        chunks (evidence: forward/output-in-turns).
       grouped_rows: the query heads of a key head are the rows of a query block, and its key blocks are counted from the
         first key that it sees. For windows (evidence: forward/grouped-rows).
     """

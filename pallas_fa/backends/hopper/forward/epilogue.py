@@ -53,8 +53,8 @@ def _store_whole(plan, block, wg, gmem, scratch, acc, lse):
     at_once = 1 if plan.out_in_turns else len(chunks)
     for first in range(0, len(chunks), at_once):
         turn = range(first, first + at_once)
-        if plan.several_blocks:  # of the stores before, in this block and the one before, the slots are read
-            plgpu.wait_smem_to_gmem(slots - at_once, wait_read_only=True)
+        if plan.several_blocks:  # the slots, and before a block also the log-sum-exp, are read by the stores before
+            plgpu.wait_smem_to_gmem(slots - at_once if first else 0, wait_read_only=True)
         for i in turn:
             matrix[i % slots] = chunks[i].astype(tiles.dtype)
         if turn[-1] == len(chunks) - 1:
