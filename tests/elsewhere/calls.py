@@ -208,7 +208,7 @@ def _hopper(gpu, head_dim, causal):
 def _hopper_long(gpu, head_dim, causal):
     """Sequences for which row sums take the place of maxima under a mask, too, in the tiles chosen for them."""
     x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
-    plain = lambda q, k, v: normalise(q, k, v, is_causal=causal)
+    plain = functools.partial(normalise, is_causal=causal)
     for name, normalised in ("long", plain), ("long, dropout", functools.partial(_with_dropout, causal)):
         yield _hopper_chosen(gpu, name, causal, normalised, x, x, x)
 
@@ -278,7 +278,7 @@ def _hopper_gradients(gpu, name, causal, normalised, x, v, row):
 def _hopper_smaller_values(gpu, causal):
     """Of latent attention in training: queries and keys of 192, values of 128."""
     (x, row), (v, _) = _arrays(192), _arrays(128)
-    plain = lambda q, k, v, config=None: normalise(q, k, v, is_causal=causal, config=config)
+    plain = functools.partial(normalise, is_causal=causal)
     yield _hopper_chosen(gpu, "values of 128", causal, plain, x, x, v)
     (kind,) = hopper_choose_passes(_problem_of(plain, x, x, v), gpu)
     facts = HopperBackwardFacts(kind.gives, 192, 128, 192, T, T, B * N, 1, causal, False, False, split=False)
@@ -289,7 +289,7 @@ def _hopper_smaller_values(gpu, causal):
 
 def _hopper_in_turns(gpu, causal):
     """Past H=128, so many queries that a CTA processes several blocks of them and stores the output in turns."""
-    plain = lambda q, k, v: normalise(q, k, v, is_causal=causal)
+    plain = functools.partial(normalise, is_causal=causal)
     for head_dim, value_dim in (192, 128), (256, 256):
         q, v = (jax.ShapeDtypeStruct((32, T, N, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
         yield _hopper_chosen(gpu, "output in turns", causal, plain, q, q, v)

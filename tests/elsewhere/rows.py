@@ -1,6 +1,6 @@
 """Writes what the compiler says of every configuration of the tables of tiles, as rows of the results page.
 
-python -m tests.elsewhere.rows              # some 15 minutes; then `make results`
+python -m tests.elsewhere.rows              # 15 to 30 minutes; then `make results`
 
 A row for each kernel and kind of GPU: registers, spilled bytes and shared memory of a CTA, and the seconds that lowering
 and compiling took in a process that compiled nothing else.

@@ -53,7 +53,7 @@ def _store_whole(plan, block, wg, gmem, scratch, acc, lse):
     at_once = 1 if plan.out_in_turns else len(chunks)
     for first in range(0, len(chunks), at_once):
         turn = range(first, first + at_once)
-        if plan.several_blocks:  # the slots, and before a block also the log-sum-exp, are read by the stores before
+        if plan.several_blocks:  # until the stores before have read the slot; those of the block before, all of them
             plgpu.wait_smem_to_gmem(slots - at_once if first else 0, wait_read_only=True)
         for i in turn:
             matrix[i % slots] = chunks[i].astype(tiles.dtype)
