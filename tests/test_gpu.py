@@ -259,6 +259,8 @@ AT_64 = (
     (Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)), WITH_TICKETS),
     (Case(1500, 1500, "window_causal", "plain", "float16", N=8, K=8, H=64, Hv=64, batch=(2,)), WITH_TICKETS),
     (Case(1000, 900, "lengths", "plain", "bfloat16", N=8, K=8, H=32, Hv=32, batch=(3,)), WITH_TICKETS),
+    (Case(3000, 3000, "causal", "plain", "bfloat16", N=4, K=4, H=64, Hv=64, batch=(2,)), WITH_TICKETS),
+    (Case(2100, 2500, "full", "plain", "bfloat16", N=4, K=4, H=64, Hv=64), None),
     (Case(1300, 1024, "full", "plain", "bfloat16", N=8, K=4, H=64, Hv=64, batch=(6,)), None),
     (Case(60, 64, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(40,)), None),
 )

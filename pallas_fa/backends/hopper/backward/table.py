@@ -119,6 +119,7 @@ STATISTICS_LAST = Table(
     Row(False, "library/dropout-by-philox", **_H64, dropout=True),
     Row(True, "library/dropout-by-philox", **_H128, dropout=True),
     Row(False, dropout=True),
+    Row(False, **_H64, masked=False, length=at_least(2049)),
     Row(False, columns=Span(97, 128), value_dim=up_to(128), group=1, masked=True),
     Row(False, "backward/two-passes-at-192", head_dim=192, value_dim=up_to(128)),
     Row(True),
@@ -142,13 +143,13 @@ PERSISTENT = Table(
     Row("in turn", length=up_to(640), queries=up_to(640), masked=False),
     Row("in turn", length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
     Row("in turn", "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
-    Row("by tickets", length=up_to(2048), queries=up_to(2048), only_lengths=True, **_PLAIN),
-    Row("by tickets", length=up_to(2048), queries=up_to(2048), masked=True, visit_table=False, **_PLAIN),
-    Row("by tickets", windowed=True, **_PLAIN),
+    Row("by tickets", length=up_to(8192), queries=up_to(8192), only_lengths=True, **_PLAIN),
+    Row("by tickets", masked=True, visit_table=False, **_PLAIN),
     Row(None),
 )
 # Each CTA is to take so many: XLA fills the memory of tickets with zeros before, some microseconds.
-_BLOCKS_BY_TICKETS = 16
+_BLOCKS_BY_TICKETS = 7
+_HEADS_BY_TICKETS = 32  # at once
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -272,4 +273,5 @@ def _persistent(config, dealt, facts, gpu):
         return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)
     if grid.ctas <= _BLOCKS_BY_TICKETS * gpu.multiprocessors:
         return config
-    return dataclasses.replace(config, persistent_ctas=gpu.multiprocessors, by_tickets=True, store_warps=1)
+    ctas = dict(persistent_ctas=gpu.multiprocessors, l2_head_group=_HEADS_BY_TICKETS)
+    return dataclasses.replace(config, by_tickets=True, store_warps=1, **ctas)
