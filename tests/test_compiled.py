@@ -62,8 +62,8 @@ EXCEPTIONS = {
     ): {"sm_90a": 96},
     # None of it in the loop over full tiles; faster than a CTA for each block (evidence: backward/persistent-ctas).
     **{
-        ("hopper backward", 64, dataclasses.replace(BY_TICKETS, ds_stages=ds_stages)): {"sm_90a": 96}
-        for ds_stages in (1, 2)
+        (kernel, 64, dataclasses.replace(BY_TICKETS, ds_stages=ds_stages)): {"sm_90a": 96}
+        for kernel, ds_stages in (("hopper backward", 1), ("hopper backward", 2), ("hopper backward, long", 2))
     },
     # Nearly all of it in the loop over boundary tiles; faster than two passes (evidence: backward/one-pass-at-192). The last
     # is taken where arrays leave room for no other, and not timed.

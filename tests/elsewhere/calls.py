@@ -82,6 +82,8 @@ def calls(gpu: Gpu, only_best: bool = False) -> Iterator[Call]:
                 yield from _hopper_dropout(gpu, head_dim, causal)
                 yield from _hopper_windows(gpu, head_dim) if causal else _hopper_few_keys(gpu, head_dim)
                 yield from _hopper_arrays(gpu, head_dim, causal)
+            if head_dim == 64:
+                yield _hopper_long_gradients(gpu, head_dim, causal)
             if head_dim == 128:
                 yield from _hopper_long(gpu, head_dim, causal)
             if head_dim == 256:
@@ -93,9 +95,9 @@ def calls(gpu: Gpu, only_best: bool = False) -> Iterator[Call]:
             yield from _hopper_in_turns(gpu, not best)
 
 
-def _arrays(head_dim):
-    x = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.bfloat16)
-    return x, jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+def _arrays(head_dim, batch=B, length=T):
+    x = jax.ShapeDtypeStruct((batch, length, N, head_dim), jnp.bfloat16)
+    return x, jax.ShapeDtypeStruct((batch, length, N), jnp.float32)
 
 
 def _problem(head_dim, causal, config=None):
@@ -211,6 +213,12 @@ def _hopper_long(gpu, head_dim, causal):
     plain = functools.partial(normalise, is_causal=causal)
     for name, normalised in ("long", plain), ("long, dropout", functools.partial(_with_dropout, causal)):
         yield _hopper_chosen(gpu, name, causal, normalised, x, x, x)
+
+
+def _hopper_long_gradients(gpu, head_dim, causal):
+    """Sequences for which, without a mask, the backward's accumulators start at the statistics."""
+    x, row = _arrays(head_dim, 4, 4096)
+    return _hopper_gradients(gpu, "long", causal, functools.partial(normalise, is_causal=causal), x, x, row)
 
 
 def _hopper_arrays(gpu, head_dim, causal):
