@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from benchmarks.model_workloads import GEMMA2
 from benchmarks.workloads import Workload, self_attention
 
 _PAPER = "FlashAttention papers: B*S = 16384, N*H = 2048"
@@ -120,6 +121,7 @@ def operands() -> list[Workload]:
             provenance="gpt-oss: a window of 128 keys",
         ),
         self_attention("h128-causal-4096-sinks", B=4, S=4096, N=16, H=128, causal=True, sinks=True, provenance=_PAPER),
+        self_attention("gemma2-soft-cap", **GEMMA2, soft_cap=50.0, provenance="Gemma 2 9B, its local layers"),
         self_attention("h128-causal-4096-bnth", B=4, S=4096, N=16, H=128, causal=True, layout="BNTH", provenance=_PAPER),
         self_attention("h128-full-4096-bnth", B=4, S=4096, N=16, H=128, layout="BNTH", provenance=_PAPER),
         *(

@@ -5,9 +5,9 @@ A name is `library:backend[+form]`: `pallas_fa:xla`, `pallas_fa:None` (the libra
 JAX). The form says how a peer is given the mask: without one, by the flags it has (causal, window) and a bool array for
 what it has no flag for; `+dense`, all in one bool array; `+bias`, all in one additive array; for our own, `+intervals`, all
 in one `masks.KeyIntervals`, as `masks.from_cu_seqlens` makes it, and `+blocks`, the mask as a block mask. Our own
-`+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks and dropout, and takes
-the same memory as an array of the usual layout: it is what the call with them is compared with. `pallas_fa:mma+99KB` has
-the tiles for GPUs with less shared memory (`tiles_for_99_kb.py`).
+`+deterministic` has gradients that are bitwise equal from run to run, and `+without` leaves out sinks, dropout and the soft
+cap, and takes the same memory as an array of the usual layout: it is what the call with them is compared with.
+`pallas_fa:mma+99KB` has the tiles for GPUs with less shared memory (`tiles_for_99_kb.py`).
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ class Implementation:
     def applies(self, workload: Workload) -> bool:
         """Whether this form says anything about `workload` that another form does not say already."""
         if self.form == "without":
-            return workload.sinks or workload.dropout > 0 or workload.layout != "BTNH"
+            w = workload
+            return w.sinks or w.dropout > 0 or w.layout != "BTNH" or w.soft_cap is not None
         masked = workload.causal or bool(workload.window or workload.documents or workload.pattern)
         return masked or self.form not in (*MASK_FORMS, "blocks")
 
@@ -154,7 +155,7 @@ class Implementation:
             kwargs |= {"key_value_seq_lengths": lengths} | ({"query_seq_lengths": lengths} if w.T == w.S else {})
         if w.soft_cap and self.library == "jax.nn":
             raise NotImplementedError("jax.nn has no soft cap")
-        if w.soft_cap:
+        if w.soft_cap and self.form != "without":
             kwargs["logits_soft_cap"] = w.soft_cap
         if "ids" in masks:
             kwargs |= {"query_segment_ids": masks["ids"], "key_value_segment_ids": masks["ids"]}

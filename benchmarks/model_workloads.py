@@ -8,8 +8,8 @@ def model_workloads() -> tuple[Workload, ...]:
     return (
         self_attention("llama3-8b", B=2, S=8192, N=32, K=8, H=128, causal=True, provenance="Llama 3 8B"),
         Workload("deepseek-mla", 2, 4096, 4096, 16, 16, 192, 128, causal=True, provenance="DeepSeek V3, training"),
-        self_attention("gemma2", **_GEMMA2, soft_cap=50.0, provenance="Gemma 2 9B, its local layers"),
-        self_attention("gemma2-uncapped", **_GEMMA2, provenance="the same without the soft cap, to compare with"),
+        self_attention("gemma2", **GEMMA2, soft_cap=50.0, provenance="Gemma 2 9B, its local layers"),
+        self_attention("gemma2-uncapped", **GEMMA2, provenance="the same without the soft cap, to compare with"),
         self_attention(
             "gpt-oss", B=1, S=8192, N=64, K=8, H=64, causal=True, window=(127, 0), provenance="gpt-oss, a window of 128"
         ),
@@ -30,4 +30,4 @@ def model_workloads() -> tuple[Workload, ...]:
     )
 
 
-_GEMMA2 = {"B": 1, "S": 8192, "N": 16, "K": 8, "H": 256, "causal": True, "window": (4095, 0)}
+GEMMA2 = {"B": 1, "S": 8192, "N": 16, "K": 8, "H": 256, "causal": True, "window": (4095, 0)}
