@@ -185,7 +185,7 @@ def timed(prepared: Prepared, rounds: int) -> list[Row]:
 
 def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = None) -> Iterator[Row]:
     """Compiles what the command line asks for, then times it, and makes the rows. `take_turn` waits for the turn to time."""
-    about = common("decode", args.commit)
+    about = common("decode", args.commit) | {"compile_threads": args.compile_threads}
     candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
     with ThreadPoolExecutor(args.compile_threads) as pool, progress.bar(len(args.rows), "compile") as bar:
 
@@ -230,7 +230,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_implementations(parser)
     parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
     command.add_rows(parser, rounds=7, out="decode")
-    parser.add_argument("--compile-threads", type=command.positive, default=1, help="default: %(default)s")
+    parser.add_argument("--compile-threads", type=command.positive, default=1, help="each holds the caches of a step")
     turns.add_turn(parser)
     processes.add_processes(parser)
     return parser.parse_args(argv)

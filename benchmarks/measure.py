@@ -168,9 +168,9 @@ class Program(Compiled):
 def _repeated(fn: Callable[..., Any], repeats: int, *inputs: Any) -> Any:
     """Returns the results of the last of `repeats` calls fn(*inputs) in a loop of the program.
 
-    Before each call the first element of each input becomes itself plus the sum of all results before, an element of each,
-    times a zero that the compiler does not know. So it can't drop a call or a part of it, nor move anything out of the loop
-    that depends on the inputs; and since the loop carries them, nothing is copied.
+    Before each call the first element of each input becomes itself plus a sum, of an element of each result of the call
+    before, times a zero that the compiler does not know. So it can't drop a call or a part of it, nor move anything out of
+    the loop that depends on the inputs; and since the loop carries them, nothing is copied.
     """
     if repeats == 1:
         return fn(*inputs)

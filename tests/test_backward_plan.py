@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_fa import masks
 from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.choose_order import with_best_order
 from pallas_fa.backends.hopper.backward.plan import passes
@@ -54,6 +55,29 @@ ORDERS = {
     "parts of a long sequence would take much memory": ((1, 65536, 8, 1, 128), CAUSAL, 1, 1),
     "a window": ((1, 8192, 8, 1, 128), dict(local_window_size=(1023, 0), **CAUSAL), 2, 2),
 }
+
+
+CUSTOM = masks.Custom(lambda b, n, t, s: s <= t)
+# (batch, T, heads) at H=64, mask, whether CTAs take key blocks by tickets, heads that run at once.
+TICKETS = {
+    "causal": ((4, 4096, 32), CAUSAL, True, 32),
+    "long": ((1, 16384, 8), CAUSAL, True, 8),
+    "a prime number of heads": ((1, 3328, 37), CAUSAL, True, 37),
+    "no divisor of all heads is 32": ((3, 4096, 16), CAUSAL, True, 24),
+    "a long window": ((1, 16384, 32), dict(local_window_size=(1023, 0), **CAUSAL), True, 1),
+    "lengths": ((4, 4096, 32), dict(key_value_seq_lengths=np.full(4, 9)), True, 32),
+    "few key blocks": ((1, 4096, 16), CAUSAL, False, 16),
+    "long with lengths": ((1, 16384, 32), dict(key_value_seq_lengths=np.array([9])), False, 32),
+    "no full tiles are known": ((4, 4096, 32), dict(mask=CUSTOM), False, 32),
+}
+
+
+@pytest.mark.parametrize("name", TICKETS)
+def test_where_blocks_go_by_tickets(name):
+    (B, T, N), keywords, by_tickets, heads_at_once = TICKETS[name]
+    problem = problem_of_shapes(B, T, N, N, 64, **keywords)
+    order = choose(problem, passes(problem)[0], GPU).order
+    assert (order.by_tickets, order.grid.l2_head_group) == (by_tickets, heads_at_once)
 
 
 @pytest.mark.parametrize("name", ORDERS)

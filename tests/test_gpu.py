@@ -253,7 +253,8 @@ PERSISTENT += tuple(
         (900, 900, "lengths", "plain", "bfloat16", 4, 256, 136, {}, 64, dict(out_chunks=1)),
     )
 )
-# The tables' tiles at H=64, which CTAs take by tickets in larger calls, and blocks dealt out in turn, as the tables have it.
+# The tables' tiles at H=64: by tickets, as CTAs take blocks in larger calls; as the tables have it, past 2048 keys a CTA for
+# each block, whose accumulators start at the statistics, and blocks dealt out in turn.
 WITH_TICKETS = Config(backward=BY_TICKETS)
 AT_64 = (
     (Case(1100, 1100, "causal", "plain", "bfloat16", N=8, K=8, H=64, Hv=64, batch=(3,)), WITH_TICKETS),

@@ -197,8 +197,10 @@ def _hopper(gpu, head_dim, causal):
         yield Call("hopper forward", head_dim, tiles, causal, run, (x, x, x))
     gives = ("dk", "dv", "dq") if head_dim <= 128 else ("dv",)
     facts = [
-        HopperBackwardFacts(gives, in_tables, in_tables, head_dim, T, T, heads, 1, causal, False, False, split=False)
-        for heads in (B * N, 1000)  # which fill the GPU once, and many times
+        HopperBackwardFacts(
+            gives, in_tables, in_tables, head_dim, T, T, heads, 1, causal, False, False, split=False, band=causal
+        )
+        for heads in (B * N, 1024)  # which fill the GPU once, and many times
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_backward_configs(x, gpu) for x in facts)):
         problem = _problem(head_dim, causal, HopperConfig(backward=tiles))

@@ -15,6 +15,7 @@ from pallas_fa.backends.hopper.backward.dq import can_share_dq
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan, fewer_passes, passes
 from pallas_fa.backends.hopper.backward.scratch import on_gpu
 from pallas_fa.backends.hopper.backward.table import BackwardFacts, backward_configs
+from pallas_fa.masks.band import Causal, Window
 from pallas_fa.masks.lengths import Lengths, without_lengths
 from pallas_fa.problem import Problem
 
@@ -53,6 +54,7 @@ def candidates(problem: Problem, kind: GradientPass, gpu: Gpu, interpret: bool =
         only_lengths=isinstance(problem.mask, Lengths),
         split=products.parts_of(problem) > 1,
         windowed=is_windowed(problem.mask, problem.dims.T),
+        band=isinstance(problem.mask, (Causal, Window)) and not jax.tree.leaves(problem.mask),
         dropout=problem.dropout is not None,
         scored=is_scored(problem),
         score_arrays=bool(jax.tree.leaves(problem.score)),

@@ -1,11 +1,12 @@
 """The table of the backward kernel's tiles."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.grid import Grid, persistent_ctas
+from pallas_fa.backends.gpu.grid import Grid, divisors, persistent_ctas
 from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import BackwardConfig
 
@@ -27,6 +28,7 @@ class BackwardFacts(NamedTuple):
     blocks: it has a block mask.
     only_lengths: it is sequence lengths alone.
     windowed: without arrays, it rules out keys before the last queries.
+    band: it is a causal mask or a window, without arrays.
     dropout: there is dropout.
     scored: logits are scored in registers, see `is_scored`.
     score_arrays: the score has arrays.
@@ -47,6 +49,7 @@ class BackwardFacts(NamedTuple):
     blocks: bool = False
     only_lengths: bool = False
     windowed: bool = False
+    band: bool = False
     dropout: bool = False
     scored: bool = False
     score_arrays: bool = False
@@ -144,12 +147,12 @@ PERSISTENT = Table(
     Row("in turn", length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
     Row("in turn", "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
     Row("by tickets", length=up_to(8192), queries=up_to(8192), only_lengths=True, **_PLAIN),
-    Row("by tickets", masked=True, visit_table=False, **_PLAIN),
+    Row("by tickets", band=True, queries=at_least(129), **_PLAIN),
     Row(None),
 )
-# Each CTA is to take so many: XLA fills the memory of tickets with zeros before, some microseconds.
+# Each CTA is to take more than so many: XLA fills the memory of tickets with zeros before, some microseconds.
 _BLOCKS_BY_TICKETS = 7
-_HEADS_BY_TICKETS = 32  # at once
+_HEADS_BY_TICKETS = 32  # at once, or nearly; in windows as many as without tickets
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -273,5 +276,7 @@ def _persistent(config, dealt, facts, gpu):
         return dataclasses.replace(config, persistent_ctas=persistent_ctas(grid, gpu.multiprocessors), store_warps=1)
     if grid.ctas <= _BLOCKS_BY_TICKETS * gpu.multiprocessors:
         return config
-    ctas = dict(persistent_ctas=gpu.multiprocessors, l2_head_group=_HEADS_BY_TICKETS)
+    wanted = config.l2_head_group if facts.windowed else _HEADS_BY_TICKETS
+    heads = min(divisors(facts.heads), key=lambda count: abs(math.log(count / wanted)))
+    ctas = dict(persistent_ctas=gpu.multiprocessors, l2_head_group=heads)
     return dataclasses.replace(config, by_tickets=True, store_warps=1, **ctas)
