@@ -29,7 +29,7 @@ from jax import lax
 from benchmarks import command, processes, progress, turns
 from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
-from benchmarks.measure import TRACING, error_text
+from benchmarks.measure import error_text, lower
 from benchmarks.rows import Row, common
 
 MEMORY_BYTES_PER_S = 4.8e12  # of an H200
@@ -148,8 +148,7 @@ def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, A
 
 
 def _compiled(fn, *args):
-    with TRACING:
-        lowered = fn.lower(*args)
+    lowered, _ = lower(fn, *args)
     return lowered.compile()
 
 
@@ -187,14 +186,11 @@ def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = N
     """Compiles what the command line asks for, then times it, and makes the rows. `take_turn` waits for the turn to time."""
     about = common("decode", args.commit) | {"compile_threads": args.compile_threads}
     candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
+    prepared = []
     with ThreadPoolExecutor(args.compile_threads) as pool, progress.bar(len(args.rows), "compile") as bar:
-
-        def one(name):
-            found = prepare(name, candidates, about)
+        for each in pool.map(lambda name: prepare(name, candidates, about), args.rows):
+            prepared.append(each)
             bar.update()
-            return found
-
-        prepared = list(pool.map(one, args.rows))
     (take_turn or functools.partial(turns.take, args.turn))()
     rates = memory_rates()
     yield from (row | rates for each in prepared for row in timed(each, args.rounds))

@@ -28,7 +28,14 @@ _CACHE_BYTES = 128 * 2**20  # more than any device's last-level cache: inputs in
 _MAX_INPUT_SETS = 4
 _COMPILER = "benchmarks-compile"  # how the names of threads begin
 # Python traces one program at a time whatever we do: in turn, the first compiles while the others are traced.
-TRACING = threading.Lock()
+_TRACING = threading.Lock()
+
+
+def lower(function: Any, *args: Any) -> tuple[Any, float]:
+    """Returns what a jitted function is lowered to, and the seconds that it took, in which no other thread may do so."""
+    with _TRACING:
+        start = time.perf_counter()
+        return function.lower(*args), time.perf_counter() - start
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,12 +62,10 @@ class Compiled:
         raise NotImplementedError
 
     def _finish(self, function, *shapes):
-        with TRACING:
-            start = time.perf_counter()
-            lowered = function.lower(*shapes)
-            middle = time.perf_counter()
+        lowered, self.trace_s = lower(function, *shapes)
+        start = time.perf_counter()
         compiled = lowered.compile()
-        self.trace_s, self.compile_s = middle - start, time.perf_counter() - middle
+        self.compile_s = time.perf_counter() - start
         analysis = compiled.memory_analysis()
         for name in ("temp", "argument", "output", "alias"):
             self.memory[name] = int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)

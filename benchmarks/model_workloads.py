@@ -2,6 +2,8 @@
 
 from benchmarks.workloads import Workload, self_attention
 
+GEMMA2 = {"B": 1, "S": 8192, "N": 16, "K": 8, "H": 256, "causal": True, "window": (4095, 0)}
+
 
 def model_workloads() -> tuple[Workload, ...]:
     """Returns all calls; those shorter than a dispatch are chained inside one program."""
@@ -28,6 +30,3 @@ def model_workloads() -> tuple[Workload, ...]:
         self_attention("short-64-causal", B=256, S=64, N=8, H=32, causal=True, provenance="a small language model"),
         self_attention("h128-causal-131072", B=1, S=131072, N=8, H=128, causal=True, provenance="a context of 128k"),
     )
-
-
-GEMMA2 = {"B": 1, "S": 8192, "N": 16, "K": 8, "H": 256, "causal": True, "window": (4095, 0)}

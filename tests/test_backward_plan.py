@@ -57,6 +57,17 @@ ORDERS = {
 }
 
 
+@pytest.mark.parametrize("name", ORDERS)
+def test_order_of_grouped_heads(name):
+    dims, mask, parts, at_once = ORDERS[name]
+    problem = problem_of_shapes(*dims, **mask)
+    (kind,) = choose_passes(problem, GPU)
+    plan = choose(problem, kind, GPU)
+    assert (plan.head_parts, plan.order.grid.l2_head_group) == (parts, at_once)
+    named = dataclasses.replace(problem, config=Config(backward=BackwardConfig()))
+    assert choose(named, kind, GPU).config == BackwardConfig()
+
+
 CUSTOM = masks.Custom(lambda b, n, t, s: s <= t)
 # (batch, T, heads) at H=64, mask, whether CTAs take key blocks by tickets, heads that run at once.
 TICKETS = {
@@ -78,17 +89,6 @@ def test_where_blocks_go_by_tickets(name):
     problem = problem_of_shapes(B, T, N, N, 64, **keywords)
     order = choose(problem, passes(problem)[0], GPU).order
     assert (order.by_tickets, order.grid.l2_head_group) == (by_tickets, heads_at_once)
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_order_of_grouped_heads(name):
-    dims, mask, parts, at_once = ORDERS[name]
-    problem = problem_of_shapes(*dims, **mask)
-    (kind,) = choose_passes(problem, GPU)
-    plan = choose(problem, kind, GPU)
-    assert (plan.head_parts, plan.order.grid.l2_head_group) == (parts, at_once)
-    named = dataclasses.replace(problem, config=Config(backward=BackwardConfig()))
-    assert choose(named, kind, GPU).config == BackwardConfig()
 
 
 @pytest.mark.parametrize("keywords", [CAUSAL, dict(local_window_size=(100, 0)), {}], ids=str)

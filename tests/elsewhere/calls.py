@@ -211,7 +211,7 @@ def _hopper(gpu, head_dim, causal):
 
 def _hopper_long(gpu, head_dim, causal):
     """Sequences for which row sums take the place of maxima under a mask, too, in the tiles chosen for them."""
-    x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
+    x, _ = _arrays(head_dim, 4, 4096)
     plain = functools.partial(normalise, is_causal=causal)
     for name, normalised in ("long", plain), ("long, dropout", functools.partial(_with_dropout, causal)):
         yield _hopper_chosen(gpu, name, causal, normalised, x, x, x)
@@ -225,7 +225,7 @@ def _hopper_long_gradients(gpu, head_dim, causal):
 
 def _hopper_arrays(gpu, head_dim, causal):
     """Masks with arrays, and a score that is one number in a tile, with the tiles chosen for so many keys."""
-    x = jax.ShapeDtypeStruct((4, 4096, N, head_dim), jnp.bfloat16)
+    x, _ = _arrays(head_dim, 4, 4096)
     arrays = {
         "lengths": (((4,), jnp.int32), ("key_value_seq_lengths",)),
         "key mask": (((4, 1, 1, 4096), jnp.bool_), ("mask",)),

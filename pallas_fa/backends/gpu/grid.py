@@ -92,6 +92,11 @@ def largest_divisor(count: int, at_most: int) -> int:
     return max(d for d in range(1, min(count, at_most) + 1) if count % d == 0)
 
 
+def nearest_divisor(count: int, to: float) -> int:
+    """Returns the divisor of `count` whose quotient with `to` is the nearest to 1, either way."""
+    return min(divisors(count), key=lambda d: abs(math.log(d / to)))
+
+
 def divisors(count: int) -> list[int]:
     """Returns all divisors of `count`, the smallest first."""
     return [d for d in range(1, count + 1) if count % d == 0]

@@ -13,7 +13,7 @@ import jax
 
 from pallas_fa.backends.gpu import head_parts
 from pallas_fa.backends.gpu.busy import busy
-from pallas_fa.backends.gpu.grid import divisors
+from pallas_fa.backends.gpu.grid import divisors, nearest_divisor
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 _ROUNDS = 12  # of CTAs on all multiprocessors, past which they do so in the table's order of heads that are not grouped
@@ -57,9 +57,9 @@ def _candidates(plan: BackwardPlan) -> Iterator[BackwardPlan]:
 def _heads_at_once(plan, parts):
     """Divisors of all heads of which the CTAs fill half of the GPU to eight times as much as it has; else the nearest."""
     grid = plan.order.grid
-    heads = divisors(grid.batch * grid.heads * parts)
-    fills = {group: group * grid.ctas_per_head / plan.gpu.multiprocessors for group in heads}
-    return [x for x in fills if 0.5 <= fills[x] <= 8] or [min(fills, key=lambda x: abs(math.log(fills[x])))]
+    heads, count = grid.batch * grid.heads * parts, plan.gpu.multiprocessors
+    filling = [x for x in divisors(heads) if 0.5 <= x * grid.ctas_per_head / count <= 8]
+    return filling or [nearest_divisor(heads, count / grid.ctas_per_head)]
 
 
 def _time(plan, steps):

@@ -1,12 +1,11 @@
 """The table of the backward kernel's tiles."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.grid import Grid, divisors, persistent_ctas
+from pallas_fa.backends.gpu.grid import Grid, nearest_divisor, persistent_ctas
 from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import BackwardConfig
 
@@ -28,7 +27,7 @@ class BackwardFacts(NamedTuple):
     blocks: it has a block mask.
     only_lengths: it is sequence lengths alone.
     windowed: without arrays, it rules out keys before the last queries.
-    band: it is a causal mask or a window, without arrays.
+    band: it is a causal mask or a window.
     dropout: there is dropout.
     scored: logits are scored in registers, see `is_scored`.
     score_arrays: the score has arrays.
@@ -147,12 +146,12 @@ PERSISTENT = Table(
     Row("in turn", length=up_to(1536), queries=up_to(1536), masked=False, dropout=False, score_arrays=False),
     Row("in turn", "backward/padding-by-rows", length=up_to(640), queries=up_to(640), only_lengths=True),
     Row("by tickets", length=up_to(8192), queries=up_to(8192), only_lengths=True, **_PLAIN),
-    Row("by tickets", band=True, queries=at_least(129), **_PLAIN),
+    Row("by tickets", band=True, visit_table=False, queries=at_least(129), **_PLAIN),
     Row(None),
 )
 # Each CTA is to take more than so many: XLA fills the memory of tickets with zeros before, some microseconds.
 _BLOCKS_BY_TICKETS = 7
-_HEADS_BY_TICKETS = 32  # at once, or nearly; in windows as many as without tickets
+_HEADS_BY_TICKETS = 32  # at once, or nearly; in windows as many as the table of groups says
 
 _SMALL = BackwardConfig(1, 64), BackwardConfig(1, 64, ds_stages=1), BackwardConfig(1, 64, (1, 1), 1)
 _WIDE_OPTIONS = dict(first_store=FIRST_STORE, by_tile=BY_TILE)
@@ -277,6 +276,5 @@ def _persistent(config, dealt, facts, gpu):
     if grid.ctas <= _BLOCKS_BY_TICKETS * gpu.multiprocessors:
         return config
     wanted = config.l2_head_group if facts.windowed else _HEADS_BY_TICKETS
-    heads = min(divisors(facts.heads), key=lambda count: abs(math.log(count / wanted)))
-    ctas = dict(persistent_ctas=gpu.multiprocessors, l2_head_group=heads)
+    ctas = dict(persistent_ctas=gpu.multiprocessors, l2_head_group=nearest_divisor(facts.heads, wanted))
     return dataclasses.replace(config, by_tickets=True, store_warps=1, **ctas)
