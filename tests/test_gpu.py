@@ -199,7 +199,7 @@ PERSISTENT = tuple(
     (
         Case(T, S, mask, score, dtype, N=4, K=2, H=64, Hv=64, **options),
         Config(
-            ForwardConfig(wgs, 64 * wgs, persistent_ctas=3),
+            ForwardConfig(wgs, 64 * wgs, persistent_ctas=3, by_tickets=wgs == 2),
             BackwardConfig(wgs, 64 * wgs, (2, 1), persistent_ctas=5, by_tickets=wgs == 2),
         ),
     )
@@ -252,6 +252,58 @@ PERSISTENT += tuple(
         (513, 700, "full", "plain", "float16", 4, 200, 256, dict(sinks="heads"), 64, dict(out_chunks=2)),
         (900, 900, "lengths", "plain", "bfloat16", 4, 256, 136, {}, 64, dict(out_chunks=1)),
     )
+)
+# The tables' tiles of the forward by tickets, which larger calls take.
+PERSISTENT += tuple(
+    (
+        Case(T, S, mask, score, dtype, N=4, K=K, H=H, Hv=Hv, batch=(2,), **options),
+        Config(dataclasses.replace(tiles, by_tickets=True, persistent_ctas=5)),
+    )
+    for H, Hv, tiles, of_head_dim in (
+        (
+            64,
+            64,
+            ForwardConfig(3, ping_pong=True, rescale_under_qk=True, pin_softmax=False),
+            (
+                (1100, 1100, "causal", "plain", "bfloat16", 4, {}),
+                (1100, 900, "lengths", "plain", "float16", 2, {}),
+                (900, 1300, "window_causal", "alibi", "bfloat16", 4, dict(dropout=0.3)),
+                (1000, 1000, "dense", "plain", "bfloat16", 1, dict(sinks="heads")),
+            ),
+        ),
+        (64, 64, ForwardConfig(2, ping_pong=True), ((1100, 1100, "packed", "plain", "bfloat16", 4, {}),)),
+        (
+            128,
+            128,
+            ForwardConfig(2, ping_pong=True, rescale_under_qk=True, pin_softmax=False, out_chunks=2),
+            (
+                (1100, 1100, "causal", "plain", "bfloat16", 4, {}),
+                (1100, 900, "lengths", "plain", "float16", 2, {}),
+                (900, 1300, "window_causal", "plain", "bfloat16", 1, dict(dropout=0.3)),
+                (600, 1000, "bottom_right", "soft_cap", "bfloat16", 4, dict(sinks="heads")),
+            ),
+        ),
+        (
+            192,
+            128,
+            ForwardConfig(2, ping_pong=True, rescale_under_qk=True, out_chunks=1),
+            (
+                (1100, 900, "lengths", "plain", "bfloat16", 4, {}),
+                (1100, 1100, "causal", "plain", "float16", 2, {}),
+            ),
+        ),
+        (
+            256,
+            256,
+            ForwardConfig(2, 64, rescale_under_qk=True, out_chunks=2),
+            (
+                (1100, 1100, "causal", "plain", "bfloat16", 2, {}),
+                (1100, 900, "lengths", "plain", "float16", 4, {}),
+                (900, 1300, "window_causal", "plain", "bfloat16", 1, {}),
+            ),
+        ),
+    )
+    for T, S, mask, score, dtype, K, options in of_head_dim
 )
 # The tables' tiles at H=64: by tickets, as CTAs take blocks in larger calls; as the tables have it, past 2048 keys a CTA for
 # each block, whose accumulators start at the statistics, and blocks dealt out in turn.

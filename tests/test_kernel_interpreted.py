@@ -106,6 +106,18 @@ CASES = {
         dataclasses.replace(BASE, T=300, S=200, mask="full", sinks="heads"),
         Config(forward=ForwardConfig(2, 256, 1, ping_pong=True, persistent_ctas=3)),
     ),
+    "by tickets, causal, output in turns": (
+        dataclasses.replace(BASE, T=300, S=300, N=3, K=3, H=192, Hv=128, mask="causal"),
+        Config(forward=ForwardConfig(2, 128, ping_pong=True, persistent_ctas=2, by_tickets=True, out_chunks=1)),
+    ),
+    "by tickets, causal, bias, more CTAs than blocks": (
+        dataclasses.replace(BASE, T=200, S=200, mask="causal", score="bias_shared", sinks="heads"),
+        Config(forward=ForwardConfig(1, 64, persistent_ctas=9, by_tickets=True)),
+    ),
+    "by tickets, blocks of one step, lengths": (
+        dataclasses.replace(BASE, T=250, S=64, N=4, K=2, batch=(2,), mask="lengths"),
+        Config(forward=ForwardConfig(1, 64, persistent_ctas=3, by_tickets=True)),
+    ),
     "output in turns, causal, of three chunks two": (
         dataclasses.replace(BASE, T=300, N=4, K=2, H=192, Hv=192, mask="causal"),
         Config(forward=ForwardConfig(1, 64, q_block_pairs=1, persistent_ctas=2, out_chunks=2)),

@@ -138,7 +138,9 @@ CONFIGS = sorted(
         for dim, split in ((64, False), (128, False), (192, False), (256, False), (64, True), (128, True))
         for length in (64, 256, 1024, 2**14)
         for flags in itertools.product((True, False), repeat=3)
-        for config in forward_configs(ForwardFacts(dim, dim, length, length, MANY, *flags, split), GPU)
+        for config in forward_configs(
+            ForwardFacts(dim, dim, length, length, MANY, *flags, split, scalar_ranges=not flags[0]), GPU
+        )
     },
     key=str,
 )

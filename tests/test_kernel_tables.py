@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_fa import masks
 from pallas_fa.backends.gpu import device as gpu_device
 from pallas_fa.backends.gpu.device import Gpu
 from pallas_fa.backends.gpu.shared_memory import fits
 from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
+from pallas_fa.backends.hopper import narrow
 from pallas_fa.backends.hopper.backward import choose as choose_backward
 from pallas_fa.backends.hopper.backward import scratch as backward_scratch
 from pallas_fa.backends.hopper.backward import table as backward_table
 from pallas_fa.backends.hopper.backward.plan import passes
+from pallas_fa.backends.hopper.config import ForwardConfig
 from pallas_fa.backends.hopper.forward import choose as choose_forward
 from pallas_fa.backends.hopper.forward import scratch as forward_scratch
 from pallas_fa.backends.hopper.forward import table as forward_table
@@ -74,17 +77,18 @@ def test_evidence_has_a_record():
     cited = {row.evidence or table.evidence for table in tables for row in table.rows}
     for file in (ROOT / "pallas_fa").rglob("*.py"):
         cited |= set(re.findall(r"[Ee]vidence: ([a-z-]+/[a-z0-9-]+)", file.read_text(encoding="utf-8")))
-    assert len(tables) == 16 and len(cited) > 20
+    assert len(tables) == 17 and len(cited) > 20
     folder = ROOT / "docs" / "decisions"
     records = {str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.md")}
     assert cited <= records
 
 
-def problem(T, H, N=4, K=4, S=None, B=2, **keywords):
+def problem(T, H, N=4, K=4, S=None, B=2, Hv=None, **keywords):
     layout, sizes = keywords.get("layout", "BTNH"), ((T, N), (S or T, K))
     shapes = [ordered(layout, (B, length, heads, H)) for length, heads in sizes]
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    return problem_of_types(q, k, k, **keywords)
+    v = k if Hv is None else jax.ShapeDtypeStruct((*k.shape[:-1], Hv), k.dtype)
+    return problem_of_types(q, k, v, **keywords)
 
 
 @pytest.mark.parametrize("H", [64, 128, 192, 256])
@@ -152,3 +156,43 @@ def test_pairs_of_query_blocks_depend_on_multiprocessors(multiprocessors, pairs)
     gpu = Gpu("9.0", multiprocessors, 227 * 1024)
     case = problem(1024, 128, is_causal=True)
     assert choose_forward.choose(case, gpu).config.q_block_pairs == pairs
+
+
+SEGMENTS = "query_segment_ids", "key_value_segment_ids"
+CAUSAL, LENGTHS = dict(is_causal=True), dict(key_value_seq_lengths=np.full(4, 9, np.int32))
+# Queries, head dim, heads, keywords: heads at once by tickets, chunks of the output in memory; None: not by tickets.
+TICKETS = {
+    "causal": (4096, 64, 32, CAUSAL, (16, 0)),
+    "causal, too few blocks": (4096, 64, 4, CAUSAL, None),
+    "causal, pairs are faster": (1024, 64, 64, CAUSAL, None),
+    "causal, few queries": (512, 64, 64, CAUSAL, None),
+    "no divisor of all heads is 16": (4096, 128, 11, CAUSAL, (22, 2)),
+    "lengths": (4096, 128, 16, LENGTHS, (16, 2)),
+    "lengths and causal": (1024, 192, 32, LENGTHS | CAUSAL, (16, 1)),
+    "causal, latent attention": (4096, 192, 16, CAUSAL, None),
+    "wide": (4096, 256, 8, CAUSAL, (32, 2)),
+    "wide and long": (16384, 256, 8, CAUSAL, None),
+    "wide, lengths": (4096, 256, 8, LENGTHS, (16, 2)),
+    "a window": (4096, 128, 16, CAUSAL | dict(local_window_size=(1023, 0)), (16, 2)),
+    "a short window": (4096, 128, 16, CAUSAL | dict(local_window_size=(127, 0)), None),
+    "documents": (4096, 64, 16, CAUSAL | dict.fromkeys(SEGMENTS, np.zeros((4, 4096), np.int32)), (16, 0)),
+    "documents past H=64": (4096, 128, 16, CAUSAL | dict.fromkeys(SEGMENTS, np.zeros((4, 4096), np.int32)), None),
+    "a key mask": (4096, 64, 16, dict(mask=np.ones((4, 1, 1, 4096), bool)), (16, 0)),
+    "no mask": (4096, 64, 32, {}, None),
+    "ranges that are not known": (4096, 64, 32, dict(mask=masks.Custom(lambda b, n, t, s: s <= t)), None),
+}
+
+
+@pytest.mark.parametrize("name", TICKETS)
+def test_where_query_blocks_go_by_tickets(name):
+    T, H, heads, keywords, expected = TICKETS[name]
+    case = problem(T, H, heads, heads, B=4, Hv=min(H, 128) if H < 256 else H, **keywords)
+    plan = choose_forward.choose(case, H200)
+    chosen = (plan.grid.l2_head_group, plan.config.out_chunks) if plan.by_tickets else None
+    assert chosen == expected
+
+
+def test_keys_of_8_bits_are_not_read_by_tickets():
+    """They are converted by the whole load warpgroup, of which no warp is left to pass numbers on."""
+    assert narrow.may_convert(ForwardConfig(persistent_ctas=9))
+    assert not narrow.may_convert(ForwardConfig(persistent_ctas=9, by_tickets=True))

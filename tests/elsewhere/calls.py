@@ -185,9 +185,19 @@ def _hopper(gpu, head_dim, causal):
     in_tables = -(-head_dim // 64) * 64
     facts = [
         HopperForwardFacts(
-            in_tables, in_tables, length, length, B * N, uniform, visit_table=False, packed=packed, split=False
+            in_tables,
+            in_tables,
+            length,
+            length,
+            heads,
+            uniform=not causal,
+            scalar_ranges=causal,
+            visit_table=False,
+            packed=packed,
+            split=False,
         )
-        for length, uniform, packed in itertools.product((1024, 2**14), (not causal,), (False, True))
+        for length, packed in itertools.product((1024, 4096, 2**14), (False, True))
+        for heads in (B * N, 1024)  # which fill the GPU once, and many times
     ]
     for tiles in dict.fromkeys(itertools.chain.from_iterable(hopper_forward_configs(x, gpu) for x in facts)):
         problem = _problem(head_dim, causal, HopperConfig(forward=tiles))

@@ -1,4 +1,4 @@
-"""PTX on one int32 in device memory."""
+"""PTX on one int32 in device or shared memory; where texts say `.space`, it is replaced by the name of which."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def number_by(text: str, word: Any) -> Any:
 
     def asm(_, ref):
         i32, operands = ir.IntegerType.get_signless(32), [mgpu.utils.memref_ptr(ref)]
-        number = llvm.inline_asm(i32, operands, text, "=&r,l", has_side_effects=True)
+        number = llvm.inline_asm(i32, operands, _with_space(text, ref), "=&r,l", has_side_effects=True)
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
     scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
@@ -28,8 +28,13 @@ def run_on(text: str, word: Any, *numbers: Any) -> None:
     def asm(_, ref, *numbers):
         operands = [mgpu.utils.memref_ptr(ref), *(number.registers[()] for number in numbers)]
         constraints = ",".join(["l", *("r" for _ in numbers)])
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+        nothing = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(nothing, operands, _with_space(text, ref), constraints, has_side_effects=True)
 
     arg_types = (plgpu.RefType(), *(plgpu.Layout.WG_SPLAT for _ in numbers))
     run: Any = plgpu.inline_mgpu(arg_types=arg_types)(asm)
     run(word, *numbers)
+
+
+def _with_space(text, ref):
+    return text.replace(".space", ".shared" if mgpu.utils.is_smem_ref(ref) else ".global")

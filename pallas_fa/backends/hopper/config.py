@@ -29,6 +29,7 @@ class ForwardConfig:
         or of whole entries (evidence: forward/split-heads). 0: all, which is for up to 16 queries without dropout.
       persistent_ctas: CTAs that process what else a CTA each would, one after the other: the loads of each block overlap the
         epilogue of the block before, of another head too. 0: none.
+      by_tickets: such a CTA takes the first block that none has begun; else blocks are dealt out in turn.
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
       out_chunks: chunks of the output's rows, of at most 128 bytes, that have shared memory at a time, where a CTA processes
@@ -49,6 +50,7 @@ class ForwardConfig:
     kv_splits: int = 1
     split_heads: int = 0
     persistent_ctas: int = 0
+    by_tickets: bool = False
     rescale_under_qk: bool = False
     out_chunks: int = 0
     grouped_rows: bool = False

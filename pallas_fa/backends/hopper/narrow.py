@@ -29,7 +29,8 @@ def may_read(problem: Problem) -> bool:
 
 def may_convert(tiles: ForwardConfig) -> bool:
     """Returns whether the load warpgroup has registers, and whole pieces of tiles, to convert such keys."""
-    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and not tiles.grouped_rows
+    in_order = not (tiles.grouped_rows or tiles.by_tickets)
+    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and in_order
 
 
 def why_not_tiles(problem: Problem) -> str | None:

@@ -21,7 +21,7 @@ from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.gpu.row_statistics import row_statistics
 from pallas_fa.backends.gpu.shared_memory import fits, scratch_bytes
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.backward import tickets
+from pallas_fa.backends.hopper.backward import work
 from pallas_fa.backends.hopper.backward.choose import candidates, choose, choose_passes
 from pallas_fa.backends.hopper.backward.kernel import kernel
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
@@ -92,7 +92,7 @@ def _run(
     problem, scores, dq = plan.problem, plan.score_gradients, plan.dq
     claims_shapes = [(plan.claims_shape(i), jnp.int32) for i in plan.order.ordered_sums]
     dq_start = [dq.start] if dq and dq.start else []
-    counters = [(tickets.shape(plan.order.ctas), jnp.int32)] if plan.order.by_tickets else []
+    counters = [(work.memory_of_tickets(plan), jnp.int32)] if plan.order.by_tickets else []
     starts = [jnp.full(shape, zero, dtype) for shape, dtype in (*counters, *dq_start, *claims_shapes)]
     of_arrays = {i: jax.ShapeDtypeStruct(plan.added_shape(i), plan.added_dtype(i)) for i in scores.added}
     stored = [of_arrays.pop(i) for i in plan.array_results]

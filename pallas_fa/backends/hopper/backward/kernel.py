@@ -35,7 +35,7 @@ def kernel(plan: BackwardPlan, *refs: Any, **scratch: Any) -> None:
 
     def for_blocks(wg):
         of_block = lambda block, after: compute(Warpgroup(plan, block, wg, gmem, scratch), after)
-        work.for_blocks(plan, gmem, scratch, of_block)
+        work.for_blocks(plan, gmem, scratch, of_block, in_warp=False)
 
     @pl.when(wg < c.compute_wgs)
     def _():

@@ -7,8 +7,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu import tickets
 from pallas_fa.backends.gpu.grid import AXIS
-from pallas_fa.backends.hopper.backward import chunks, tickets, work
+from pallas_fa.backends.hopper.backward import chunks, work
 from pallas_fa.backends.hopper.backward.gmem import Refs
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 from pallas_fa.backends.hopper.backward.scratch import barriers
@@ -30,15 +31,17 @@ def load(plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]) -> None:
 
     def pass_on(i, number):
         wait_for_slot(i)
-        tickets.pass_on(gmem.tickets, work.slot_of(i), number, plan.interpret)
+        tickets.pass_on(work.place_of_ticket(gmem.tickets, i), number, plan.interpret)
 
-    def of_ticket(i, number, done):
+    def of_ticket(number, i, done):
         pass_on(i, number)
-        after = tickets.take(gmem.tickets, number, plan.order.ctas, plan.interpret)  # there once the block is loaded
-        return after, _Load(plan, work.block_of(plan, number, i, done), gmem, scratch).run()
+        done = _Load(plan, work.block_of(plan, number, i, done), gmem, scratch).run()
+        counter = gmem.tickets.at[0, pl.ds(0, 1)]
+        return tickets.take(counter, number, plan.order.ctas, plan.interpret), i + 1, done
 
     if plan.order.by_tickets:
-        count, number, steps = work.while_blocks(plan, of_ticket, lax.axis_index(AXIS))
+        first, zero = lax.axis_index(AXIS), jnp.int32(0)
+        number, count, steps = tickets.while_blocks(plan.order.grid.ctas, of_ticket, first, zero, zero, in_warp=True)
         pass_on(count, number)  # by which the others see that there is no other block
         for _ in range(plan.tiles.stationary_qk.copies):
             plgpu.barrier_arrive(scratch["stationary_qk_ready"].at[work.slot_of(count)])

@@ -1,19 +1,20 @@
 """The backward kernel's work: which CTA holds what, and in which order it visits the tiles of the streamed sequence."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_fa.backends.gpu import tickets
 from pallas_fa.backends.gpu.grid import AXIS
-from pallas_fa.backends.hopper.backward import tickets
 from pallas_fa.backends.hopper.backward.plan import BackwardPlan
 
 BLOCK_SLOTS = 2  # for the stationary operands of several blocks
+_SECTOR = 8  # numbers of one
 
 
 class Block(NamedTuple):
@@ -39,50 +40,53 @@ class Block(NamedTuple):
         return ref if self.slot is None else ref.at[self.slot]
 
 
-def for_blocks(plan: BackwardPlan, gmem: Any, scratch: dict[str, Any], role: Callable[..., tuple[Any, Any]]) -> Any:
+def for_blocks(
+    plan: BackwardPlan,
+    gmem: Any,
+    scratch: dict[str, Any],
+    role: Callable[..., tuple[Any, Any]],
+    in_warp: bool = True,
+) -> Any:
     """Calls role(block, next) -> (steps of the CTA after it, next()) for each block of this CTA; returns all steps.
 
+    `in_warp`: whether the caller is a single warp of a warpgroup.
     By tickets, `next()` waits for the number of the next block; the earlier it is called, the less is left of the wait.
     """
     order, nothing = plan.order, lambda: None
     if not order.persistent:
         return role(_block(plan, order.grid.place(), jnp.int32(0)), nothing)[0]
     if order.by_tickets:
-        return _for_tickets(plan, gmem.tickets, scratch["stationary_qk_ready"], role)
+        return _for_tickets(plan, gmem.tickets, scratch["stationary_qk_ready"], role, in_warp)
     first, ctas = lax.axis_index(AXIS), order.ctas
     count = lax.div(order.grid.ctas - 1 - first, jnp.int32(ctas)) + 1
     one = lambda i, done: role(block_of(plan, first + i * ctas, i, done, count - 1 - i), nothing)[0]
     return lax.fori_loop(0, count, one, jnp.int32(0))
 
 
-def _for_tickets(plan, memory, ready, role):
+def _for_tickets(plan, memory, ready, role, in_warp):
     def number_of(i):
         plgpu.barrier_wait(ready.at[slot_of(i)])
-        return tickets.passed_on(memory, slot_of(i), plan.interpret)
+        return tickets.passed_on(place_of_ticket(memory, i), plan.interpret)
 
-    def one(i, number, done):
+    def one(number, i, done):
         done, after = role(block_of(plan, number, i, done), lambda: number_of(i + 1))
-        return after, done
+        return after, i + 1, done
 
-    return while_blocks(plan, one, number_of(jnp.int32(0)))[2]
+    zero = jnp.int32(0)
+    return tickets.while_blocks(plan.order.grid.ctas, one, number_of(zero), zero, zero, in_warp=in_warp)[2]
 
 
-def while_blocks(plan: BackwardPlan, one: Callable[..., tuple[Any, Any]], number: Any) -> tuple[Any, Any, Any]:
-    """Calls one(blocks before, number, steps before) -> (the next number, steps) while there is a block of that number.
+def memory_of_tickets(plan: BackwardPlan) -> tuple[int, int]:
+    """Returns the shape of an int32 array: the counter of `tickets`, and for each CTA places of the numbers passed on.
 
-    Returns (blocks, the first number that is none of a block, steps). Pallas has no while loops for warps: of two nested
-    loops, each as long as the square root of all blocks, both are soon over after the last block.
+    These are in device memory, since kernels fill shared memory. Each CTA writes to a sector of its own.
     """
-    count = plan.order.grid.ctas
-    turns = math.isqrt(count - 1) + 1
-    is_there = lambda state: state[1] < count
+    return 1 + plan.order.ctas, _SECTOR
 
-    def some(_, state):
-        next_state = lambda state: (state[0] + 1, *one(*state))
-        turn = lambda _, state: lax.cond(is_there(state), next_state, lambda state: state, state)
-        return lax.fori_loop(0, jnp.where(is_there(state), turns, 0), turn, state)
 
-    return lax.fori_loop(0, turns, some, (jnp.int32(0), number, jnp.int32(0)))
+def place_of_ticket(memory: Any, i: Any) -> Any:
+    """Returns the place of the number of block i of this CTA."""
+    return memory.at[1 + lax.axis_index(AXIS), pl.ds(slot_of(i), 1)]
 
 
 def slot_of(i: Any) -> Any:

@@ -49,6 +49,7 @@ def _facts(problem):
         heads=problem.dims.B * problem.dims.N,
         uniform=_is_uniform(problem),
         visit_table=bool(jax.tree.leaves(problem.mask)),
+        scalar_ranges=problem.mask is not None and problem.mask.scalar_ranges,
         packed=bool(parts_of(problem.mask, masks.Segments)) or (problem.mask is not None and problem.mask.has_blocks),
         blocks=problem.mask is not None and problem.mask.has_blocks,
         split=products.parts_of(problem) > 1,

@@ -20,7 +20,7 @@ from pallas_fa.backends.gpu.grouped_rows import of_window, per_query
 from pallas_fa.backends.gpu.head_dims import padded_forward
 from pallas_fa.backends.gpu.launch import launch
 from pallas_fa.backends.hopper import products
-from pallas_fa.backends.hopper.forward import partial_results
+from pallas_fa.backends.hopper.forward import by_tickets, partial_results
 from pallas_fa.backends.hopper.forward.choose import choose
 from pallas_fa.backends.hopper.forward.compute import Compute
 from pallas_fa.backends.hopper.forward.load import load
@@ -59,6 +59,8 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     q = products.in_memory(problem, operands.q, plan.query_layout)
     k, v = (products.in_memory(problem, x, problem.layout) for x in (operands.k, operands.v))
     arrays = plan.in_memory(operands, visits)
+    if plan.by_tickets:
+        arrays.append(jax.new_ref(by_tickets.counter()))
     if isinstance(k, Paged):
         arrays.append(k.table)
         k, v = k.pages, v.pages
@@ -89,8 +91,8 @@ class _Refs(NamedTuple):
     """Device memory.
 
     `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
-    `page_table`: None where keys and values are not in pages; `out`, `lse`: None where all heads have keys in parts;
-    `partial_out`, `partial_lse`: those of `partial_results`, or None.
+    `tickets`: their counter, or None; `page_table`: None where keys and values are not in pages; `out`, `lse`: None where
+    all heads have keys in parts; `partial_out`, `partial_lse`: those of `partial_results`, or None.
     """
 
     q: Any
@@ -100,6 +102,7 @@ class _Refs(NamedTuple):
     visit_table: Any
     sinks: Any
     dropout: Any
+    tickets: Any
     page_table: Any
     out: Any
     lse: Any
@@ -111,19 +114,22 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *refs, partial_out, partial_lse = refs if plan.split_heads else (*refs, None, None)
     *arrays, out, lse = refs if plan.whole_heads else (*refs, None, None)
     page_table = None if plan.problem.pages is None else arrays.pop()
+    tickets = arrays.pop() if plan.by_tickets else None
     dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
     scratch = by_name(plan, scratch)
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, out, lse, partial_out, partial_lse)
+    in_parts = partial_out, partial_lse
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, tickets, page_table, out, lse, *in_parts)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.registers
 
     @pl.when(wg < plan.config.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
+        of_block = lambda block: Compute(plan, block, wg, gmem, scratch).run()
         turns = PingPong.of(barriers(plan, scratch), wg)
-        turns.run(lambda: for_blocks(plan, lambda block: Compute(plan, block, wg, gmem, scratch).run()))
+        turns.run(lambda: for_blocks(plan, gmem, scratch, of_block))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == plan.config.compute_wgs)

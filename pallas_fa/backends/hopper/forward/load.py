@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_fa.backends.hopper import pages
-from pallas_fa.backends.hopper.forward import work
+from pallas_fa.backends.hopper.forward import by_tickets, work
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
 
@@ -29,6 +29,8 @@ def load(plan: ForwardPlan, gmem: Any, scratch: dict[str, Any]) -> None:
 class Load:
     """What one warp, or the load warpgroup, loads for one query block."""
 
+    caller: by_tickets.Caller
+
     def __init__(self, plan: ForwardPlan, gmem: Any, scratch: dict[str, Any], block: work.QueryBlock):
         self.plan, self.block, self.gmem, self.scratch = plan, block, gmem, scratch
         self.kv_head = lax.div(block.n, plan.problem.group)
@@ -36,8 +38,8 @@ class Load:
     @classmethod
     def run(cls, plan: ForwardPlan, gmem: Any, scratch: dict[str, Any]) -> None:
         """Loads for all query blocks."""
-        counts = work.for_blocks(plan, lambda block: cls(plan, gmem, scratch, block).of_block())
-        cls.drain(plan, scratch, *counts)
+        of_block = lambda block: cls(plan, gmem, scratch, block).of_block()
+        cls.drain(plan, scratch, *work.for_blocks(plan, gmem, scratch, of_block, cls.caller))
 
     def of_block(self) -> tuple[Any, Any]:
         """Returns (steps, steps that use streamed arrays)."""
@@ -106,6 +108,8 @@ class Load:
 
 class Keys(Load):
     """The queries, then keys and arrays of every step."""
+
+    caller = "keys"
 
     def before_steps(self) -> None:
         if not self.plan.several_blocks:
@@ -186,6 +190,8 @@ class Keys(Load):
 
 class Values(Load):
     """The values of every step."""
+
+    caller = "values"
 
     def of_step(self, steps: Any, i: Any, keys: Any, at: Any) -> None:
         step, slot = self.slot(i)

@@ -174,7 +174,7 @@ class ForwardPlan(ForwardCore):
         return Grid(1, heads, ctas, self._concurrent(heads))
 
     def _concurrent(self, heads):
-        is_alike = self.blocks.pairs > 0 or not self.config.persistent_ctas
+        is_alike = self.blocks.pairs > 0 or not self.config.persistent_ctas or self.by_tickets
         is_grouped = self.problem.mask is not None and is_alike
         return largest_divisor(heads, self.config.l2_head_group) if is_grouped and heads else 1
 
@@ -187,6 +187,11 @@ class ForwardPlan(ForwardCore):
     def ctas(self) -> int:
         """CTAs of the kernel."""
         return min(self.places, self.config.persistent_ctas or self.places)
+
+    @property
+    def by_tickets(self) -> bool:
+        """Whether each CTA takes the first block that none has begun (see `tickets`); else blocks are dealt out in turn."""
+        return self.config.by_tickets and self.config.persistent_ctas > 0
 
     @property
     def several_blocks(self) -> bool:

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_fa.backends.gpu.named_barriers import NamedBarrier, interpreter_scratch, numbered
 from pallas_fa.backends.gpu.online_softmax import SUM_COLUMNS
 from pallas_fa.backends.hopper import ping_pong
+from pallas_fa.backends.hopper.forward import by_tickets
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 from pallas_fa.backends.hopper.tiles import over_another
 
@@ -42,12 +43,13 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
     scratch["k_free"] = plgpu.Barrier(num_arrivals=c.compute_wgs, num_barriers=pieces)
     scratch["k_ready"] = plgpu.Barrier(num_arrivals=plan.k_arrivals, num_barriers=pieces)
     scratch["k_smem"] = plan.tiles.k.scratch(c.stages, rows=c.block_kv)
-    scratch["lse_smem"] = plgpu.SMEM((c.compute_wgs, 64), jnp.float32)
+    # The two together: each has 1024 bytes at least.
+    name, rows = ("lse_and_pin", 2) if plan.pins_maximum else ("lse", 1)
+    scratch[f"{name}_smem"] = plgpu.SMEM((rows * c.compute_wgs, 64), jnp.float32)
     if plan.separate_out and not plan.out_over_q:
         scratch["out_smem"] = plan.tiles.out.scratch(c.compute_wgs, rows=64, chunks=plan.out_slots)
-    if c.pin_softmax:
-        columns_of_pin = () if plan.pins_maximum else (SUM_COLUMNS,)
-        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, *columns_of_pin), jnp.float32)
+    if c.pin_softmax and not plan.pins_maximum:
+        scratch["pin_smem"] = plgpu.SMEM((c.compute_wgs, 64, SUM_COLUMNS), jnp.float32)
     arrivals = plan.tiles.q.arrivals(64) + len(columns)
     if plan.several_blocks:
         scratch["q_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.compute_wgs)
@@ -58,6 +60,7 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
         scratch["q_smem"] = plan.tiles.q.scratch_with(plan.tiles.out, c.compute_wgs, rows=64)
     else:
         scratch["q_smem"] = plan.tiles.q.scratch(c.compute_wgs, rows=64)
+    scratch |= by_tickets.scratch(plan) if plan.by_tickets else {}
     scratch["v_free"] = ring(num_arrivals=c.compute_wgs)
     if plan.zeroes_padding:
         scratch["v_loaded"] = ring(num_arrivals=plan.v_arrivals)
@@ -72,6 +75,9 @@ def on_gpu(plan: ForwardPlan) -> dict[str, Any]:
 
 def by_name(plan: ForwardPlan, scratch: dict[str, Any]) -> dict[str, Any]:
     """Returns the refs of `scratch` with those that share memory told apart."""
+    if plan.pins_maximum:
+        both, wgs = scratch["lse_and_pin_smem"], plan.config.compute_wgs
+        scratch = scratch | {"lse_smem": both.at[pl.ds(0, wgs)], "pin_smem": both.at[pl.ds(wgs, wgs)]}
     return over_another(scratch, "q", plan.tiles.q, "out", plan.tiles.out, rows=64) if plan.out_over_q else scratch
 
 

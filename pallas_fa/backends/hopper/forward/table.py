@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from pallas_fa.backends.gpu.device import Gpu
-from pallas_fa.backends.gpu.grid import Grid, persistent_ctas
+from pallas_fa.backends.gpu.grid import Grid, nearest_divisor, persistent_ctas
 from pallas_fa.backends.gpu.tables import Row, Span, Table, at_least, up_to
 from pallas_fa.backends.hopper.config import ForwardConfig
 
@@ -23,6 +23,7 @@ class ForwardFacts(NamedTuple):
     heads: query heads of all batch entries.
     uniform: all queries visit the same keys, and there is no score.
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
+    scalar_ranges: there is a mask whose arrays, if it has any, are scalars to a CTA, such as lengths.
     packed: it has segment ids or blocks, so these keys may be few.
     blocks: it has blocks.
     split: operands are in two parts.
@@ -48,6 +49,7 @@ class ForwardFacts(NamedTuple):
     window_keys: int = 0
     dropout: bool = False
     group: int = 1
+    scalar_ranges: bool = False
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
@@ -178,6 +180,28 @@ PERSISTENT = Table(
     Row(False),
 )
 
+# What tiles change where CTAs take blocks by tickets; `l2_head_group` is how many heads are wanted. None: they don't.
+BY_TICKETS = Table(
+    "forward/by-tickets",
+    Row(None, length=up_to(512)),
+    Row(None, split=True),
+    Row(None, blocks=True),
+    Row(None, visit_table=False, scalar_ranges=False),  # all blocks may be the same work
+    Row(None, **_SHORT_WINDOW_64),
+    Row(None, **_SHORT_WINDOW_128),
+    Row(None, **_H64, length=Span(961, 1024), visit_table=False),
+    Row(dict(l2_head_group=16), **_H64),
+    Row(None, visit_table=True, scalar_ranges=False),
+    Row(dict(l2_head_group=16, out_chunks=2), **_H128),
+    Row(dict(l2_head_group=16, out_chunks=1, rescale_under_qk=True), **_H192, visit_table=True),
+    Row(None, **_H192),
+    Row(dict(l2_head_group=16), **_H256, visit_table=True),
+    Row(dict(l2_head_group=32), **_H256, length=Span(1025, 8192)),
+    Row(None),
+)
+# Each CTA is to take more than so many: one more kernel, for the counter, and the wait for the first numbers.
+_BLOCKS_BY_TICKETS = 5
+
 # Where it is not what the tiles say.
 L2_HEAD_GROUP = Table(
     "forward/l2-head-grouping",
@@ -214,7 +238,22 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     best, *others = TILES.find(facts)
     if best.grouped_rows:
         return tuple(_for_window(x, facts, gpu) for x in (best, *others))
-    blocks = -(-facts.length // best.block_q)
+    dealt_out = _dealt_out(best, facts, gpu)
+    options = BY_TICKETS.find(facts)
+    if not options or facts.heads * _blocks(best, facts) <= _BLOCKS_BY_TICKETS * gpu.multiprocessors:
+        return *dealt_out, *others
+    by_tickets = dataclasses.replace(best, by_tickets=True, persistent_ctas=gpu.multiprocessors, **options)
+    heads = nearest_divisor(facts.heads, by_tickets.l2_head_group)
+    return dataclasses.replace(by_tickets, l2_head_group=heads), *dealt_out, *others
+
+
+def _blocks(tiles, facts):
+    return -(-facts.length // tiles.block_q)
+
+
+def _dealt_out(best, facts, gpu):
+    """Returns `best` with the pairs and persistent CTAs of the tables, and without persistent CTAs."""
+    blocks = _blocks(best, facts)
 
     def time(pairs):
         """In query blocks, if all take the same time and CTAs run in rounds that fill the GPU."""
@@ -226,7 +265,7 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     best = dataclasses.replace(best, q_block_pairs=min(PAIRS.find(facts), key=time), l2_head_group=heads)
     persistent = PERSISTENT.find(facts)
     if not persistent or (persistent == "pairs" and not best.q_block_pairs):
-        return best, *others
+        return (best,)
     of_each = max(1, 2 * best.q_block_pairs)
     grid = Grid(1, facts.heads, -(-blocks // of_each), 1)
     # Whether no warpgroup of the last query block is past the end, and no block is left without another.
@@ -234,7 +273,7 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     alike = is_whole and (best.q_block_pairs > 0 or (facts.uniform and not facts.visit_table))
     count = persistent_ctas(grid, gpu.multiprocessors, alike=alike)
     heads = _HEADS_OF_PAIRS if count and best.q_block_pairs else best.l2_head_group
-    return dataclasses.replace(best, persistent_ctas=count, l2_head_group=heads), best, *others
+    return dataclasses.replace(best, persistent_ctas=count, l2_head_group=heads), best
 
 
 def _for_window(tiles, facts, gpu):

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_fa.backends.gpu import schedule
 from pallas_fa.backends.gpu.grid import AXIS, quotient_and_remainder
 from pallas_fa.backends.gpu.steps import Steps
-from pallas_fa.backends.hopper.forward import windows
+from pallas_fa.backends.hopper.forward import by_tickets, windows
 from pallas_fa.backends.hopper.forward.plan import ForwardPlan
 
 
@@ -33,8 +33,17 @@ class QueryBlock(NamedTuple):
     arrays_done: Any
 
 
-def for_blocks(plan: ForwardPlan, role: Callable[[QueryBlock], tuple[Any, Any]]) -> tuple[Any, Any]:
+def for_blocks(
+    plan: ForwardPlan,
+    gmem: Any,
+    scratch: dict[str, Any],
+    role: Callable[[QueryBlock], tuple[Any, Any]],
+    caller: by_tickets.Caller = "compute",
+) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of this CTA, and returns the sums."""
+    if plan.by_tickets:
+        of_place = lambda number, *done: _of_place(plan, number, role, done)
+        return by_tickets.for_places(plan, gmem, scratch, of_place, caller)
     if not plan.config.persistent_ctas:
         return _of_place(plan, lax.axis_index(AXIS), role, (0, 0))
     first, ctas = lax.axis_index(AXIS), plan.ctas
