@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.decode [--rows NAME ...] [--implementations NAME ...] [--tiles W,KV,STAGES,SPLITS ...]
                                    [--rounds N] [--commit HASH] [--out FILE] [--turn FILE]
-                                   [--compile-threads N] [--processes N]
+                                   [--processes N]
 
 Steps take less time than the host needs to start them, so they are chained in one program: the queries of a step are made
 of the output of the step before. Caches that the GPU's own cache could hold are several in turn. Each row says how many of
@@ -19,7 +19,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from jax import lax
 from benchmarks import command, processes, progress, turns
 from benchmarks.decode_steps import PAGES, STEPS, Attend, Step, attend, page_table
 from benchmarks.implementations import Implementation, parse
-from benchmarks.measure import error_text, lower
+from benchmarks.measure import error_text
 from benchmarks.rows import Row, common
 
 MEMORY_BYTES_PER_S = 4.8e12  # of an H200
@@ -140,16 +139,11 @@ def prepare(name: str, candidates: dict[str, Implementation], about: dict[str, A
         found.rows[label] = row | dict(bytes=call.bytes, caches=len(caches))
         try:
             fn = attend(implementation, call)
-            found.rows[label]["max_error"] = error_of(_compiled(jax.jit(fn), q, *caches[0]), call, q, *caches[0])
-            found.programs[label] = _compiled(chained(fn, found.repeats), q, in_turn(caches)), call
+            found.rows[label]["max_error"] = error_of(jax.jit(fn), call, q, *caches[0])
+            found.programs[label] = chained(fn, found.repeats).lower(q, in_turn(caches)).compile(), call
         except Exception as error:  # what a library raises is this row's result
             found.rows[label]["error"] = error_text(error)
     return found
-
-
-def _compiled(fn, *args):
-    lowered, _ = lower(fn, *args)
-    return lowered.compile()
 
 
 def _dtypes(step):
@@ -184,12 +178,12 @@ def timed(prepared: Prepared, rounds: int) -> list[Row]:
 
 def measured(args: argparse.Namespace, take_turn: Callable[[], float] | None = None) -> Iterator[Row]:
     """Compiles what the command line asks for, then times it, and makes the rows. `take_turn` waits for the turn to time."""
-    about = common("decode", args.commit) | {"compile_threads": args.compile_threads}
+    about = common("decode", args.commit)
     candidates = {x.name: x for x in command.implementations(args, _IMPLEMENTATIONS)} | dict(args.tiles)
     prepared = []
-    with ThreadPoolExecutor(args.compile_threads) as pool, progress.bar(len(args.rows), "compile") as bar:
-        for each in pool.map(lambda name: prepare(name, candidates, about), args.rows):
-            prepared.append(each)
+    with progress.bar(len(args.rows), "compile") as bar:
+        for name in args.rows:
+            prepared.append(prepare(name, candidates, about))
             bar.update()
     (take_turn or functools.partial(turns.take, args.turn))()
     rates = memory_rates()
@@ -226,7 +220,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_implementations(parser)
     parser.add_argument("--tiles", nargs="+", type=_tiles, default=[], metavar="W,KV,STAGES,SPLITS")
     command.add_rows(parser, rounds=7, out="decode")
-    parser.add_argument("--compile-threads", type=command.positive, default=1, help="each holds the caches of a step")
     turns.add_turn(parser)
     processes.add_processes(parser)
     return parser.parse_args(argv)

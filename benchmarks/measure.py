@@ -31,13 +31,6 @@ _COMPILER = "benchmarks-compile"  # how the names of threads begin
 _TRACING = threading.Lock()
 
 
-def lower(function: Any, *args: Any) -> tuple[Any, float]:
-    """Returns what a jitted function is lowered to, and the seconds that it took, in which no other thread may do so."""
-    with _TRACING:
-        start = time.perf_counter()
-        return function.lower(*args), time.perf_counter() - start
-
-
 @dataclasses.dataclass(kw_only=True)
 class Compiled:
     """What is known of a program once it is compiled; `error` says why it is not. Sizes are those of one device."""
@@ -62,10 +55,12 @@ class Compiled:
         raise NotImplementedError
 
     def _finish(self, function, *shapes):
-        lowered, self.trace_s = lower(function, *shapes)
-        start = time.perf_counter()
+        with _TRACING:
+            start = time.perf_counter()
+            lowered = function.lower(*shapes)
+            middle = time.perf_counter()
         compiled = lowered.compile()
-        self.compile_s = time.perf_counter() - start
+        self.trace_s, self.compile_s = middle - start, time.perf_counter() - middle
         analysis = compiled.memory_analysis()
         for name in ("temp", "argument", "output", "alias"):
             self.memory[name] = int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0)

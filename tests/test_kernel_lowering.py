@@ -91,6 +91,53 @@ def test_kernels_lower_with_64_bit_types_under_vmap(implementation, T, monkeypat
         assert kernels(jax.vmap(jax.grad(loss, (0, 1))), q, k, lengths) == 2
 
 
+_ATTEND = functools.partial(
+    pallas_fa.dot_product_attention,
+    implementation="mosaic_gpu",
+    is_causal=True,
+    config=Config(forward=ForwardConfig(persistent_ctas=2, by_tickets=True)),
+)
+_SUM = lambda *qkv: _ATTEND(*qkv).astype(jnp.float32).sum()
+_LAYERS = lambda layer: lambda q, k, v: jax.lax.scan(lambda q, _: (layer(q, k, v), None), q, length=3)[0]
+_STACK = lambda x: jnp.stack([x] * 3)
+# Name: a function of q, k and v, and how many kernels it has.
+TRANSFORMED = {
+    "gradient": (jax.grad(_SUM, (0, 1, 2)), 2),
+    "checkpoint": (jax.grad(lambda *qkv: jax.checkpoint(_SUM)(*qkv)), 2),
+    "checkpoint of layers": (jax.grad(lambda *qkv: _LAYERS(jax.checkpoint(_ATTEND))(*qkv).sum(), (0, 1, 2)), 3),
+    "layers": (jax.grad(lambda *qkv: _LAYERS(_ATTEND)(*qkv).sum(), (1,)), 2),
+    "either": (lambda q, k, v: jax.lax.cond(q[0, 0, 0, 0] > 0, _ATTEND, lambda q, k, v: q, q, k, v), 1),
+    "tangents": (lambda q, k, v: jax.jvp(lambda q: _ATTEND(q, k, v, forward_mode=True), (q,), (q,)), 1),
+    "mapped": (lambda q, k, v: jax.vmap(lambda q: _ATTEND(q, k, v))(_STACK(q)), 1),
+    "mapped twice": (
+        lambda q, k, v: jax.vmap(lambda k: jax.vmap(lambda q: _ATTEND(q, k, v))(_STACK(q)))(_STACK(k)),
+        1,
+    ),
+    "gradients mapped": (lambda q, k, v: jax.vmap(lambda q: jax.grad(_SUM, (0, 1))(q, k, v))(_STACK(q)), 2),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_calls_by_tickets_lower_under_every_transformation(name, devices, monkeypatch):
+    """Their counter is written in place."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    fn, count = TRANSFORMED[name]
+    x = jax.ShapeDtypeStruct((2, 200, 4, 64), jnp.bfloat16)
+    for has_64_bits in (False, True):
+        with jax.enable_x64(has_64_bits):
+            assert kernels(fn, x, x, x) == count
+
+
+@pytest.mark.parametrize(("name", "has_counter"), [("either", True), ("mapped", False), ("mapped twice", False)])
+def test_mapped_kernels_have_no_counter(name, has_counter):
+    """`run_state` around it can't be mapped."""
+    x = jax.ShapeDtypeStruct((2, 200, 4, 64), jnp.bfloat16)
+    text = jax.jit(TRANSFORMED[name][0]).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    (kernel,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
+    assert ("tensor<1xi32>" in kernel) == has_counter
+
+
 def test_the_default_runs_on_a_cpu_with_64_bit_types_under_vmap(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x = np.random.default_rng(0).standard_normal((2, 1, 20, 2, 8), np.float32)

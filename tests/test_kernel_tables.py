@@ -158,14 +158,17 @@ def test_pairs_of_query_blocks_depend_on_multiprocessors(multiprocessors, pairs)
     assert choose_forward.choose(case, gpu).config.q_block_pairs == pairs
 
 
+ZERO = np.zeros((1, 1, 1, 1), np.int32)
 SEGMENTS = "query_segment_ids", "key_value_segment_ids"
 CAUSAL, LENGTHS = dict(is_causal=True), dict(key_value_seq_lengths=np.full(4, 9, np.int32))
 # Queries, head dim, heads, keywords: heads at once by tickets, chunks of the output in memory; None: not by tickets.
+# Then the batch, 4 unless said, and the keys, as many as queries.
 TICKETS = {
     "causal": (4096, 64, 32, CAUSAL, (16, 0)),
     "causal, too few blocks": (4096, 64, 4, CAUSAL, None),
     "causal, pairs are faster": (1024, 64, 64, CAUSAL, None),
     "causal, few queries": (512, 64, 64, CAUSAL, None),
+    "a prime number of heads": (4096, 128, 127, CAUSAL, None, 1),
     "no divisor of all heads is 16": (4096, 128, 11, CAUSAL, (22, 2)),
     "lengths": (4096, 128, 16, LENGTHS, (16, 2)),
     "lengths and causal": (1024, 192, 32, LENGTHS | CAUSAL, (16, 1)),
@@ -175,24 +178,30 @@ TICKETS = {
     "wide, lengths": (4096, 256, 8, LENGTHS, (16, 2)),
     "a window": (4096, 128, 16, CAUSAL | dict(local_window_size=(1023, 0)), (16, 2)),
     "a short window": (4096, 128, 16, CAUSAL | dict(local_window_size=(127, 0)), None),
+    "a short window past H=128": (4096, 256, 16, CAUSAL | dict(local_window_size=(127, 0)), None),
+    "few keys": (4096, 64, 32, LENGTHS, None, 4, 77),
     "documents": (4096, 64, 16, CAUSAL | dict.fromkeys(SEGMENTS, np.zeros((4, 4096), np.int32)), (16, 0)),
     "documents past H=64": (4096, 128, 16, CAUSAL | dict.fromkeys(SEGMENTS, np.zeros((4, 4096), np.int32)), None),
     "a key mask": (4096, 64, 16, dict(mask=np.ones((4, 1, 1, 4096), bool)), (16, 0)),
     "no mask": (4096, 64, 32, {}, None),
     "ranges that are not known": (4096, 64, 32, dict(mask=masks.Custom(lambda b, n, t, s: s <= t)), None),
+    "a function of an array": (4096, 64, 32, dict(mask=masks.Custom(lambda b, n, t, s, x: s <= t + x, ZERO)), None),
 }
 
 
 @pytest.mark.parametrize("name", TICKETS)
 def test_where_query_blocks_go_by_tickets(name):
-    T, H, heads, keywords, expected = TICKETS[name]
-    case = problem(T, H, heads, heads, B=4, Hv=min(H, 128) if H < 256 else H, **keywords)
+    T, H, heads, keywords, expected, *sizes = TICKETS[name]
+    B, S = (*sizes, *(4, None)[len(sizes) :])
+    case = problem(T, H, heads, heads, S, B=B, Hv=min(H, 128) if H < 256 else H, **keywords)
     plan = choose_forward.choose(case, H200)
     chosen = (plan.grid.l2_head_group, plan.config.out_chunks) if plan.by_tickets else None
     assert chosen == expected
+    assert fits(forward_scratch.on_gpu(plan), H200)
+    assert not choose_forward.choose(case, H200, may_take_tickets=False).by_tickets
 
 
 def test_keys_of_8_bits_are_not_read_by_tickets():
     """They are converted by the whole load warpgroup, of which no warp is left to pass numbers on."""
-    assert narrow.may_convert(ForwardConfig(persistent_ctas=9))
+    assert narrow.may_convert(ForwardConfig(by_tickets=True))  # which says nothing without persistent CTAs
     assert not narrow.may_convert(ForwardConfig(persistent_ctas=9, by_tickets=True))

@@ -29,7 +29,8 @@ class ForwardConfig:
         or of whole entries (evidence: forward/split-heads). 0: all, which is for up to 16 queries without dropout.
       persistent_ctas: CTAs that process what else a CTA each would, one after the other: the loads of each block overlap the
         epilogue of the block before, of another head too. 0: none.
-      by_tickets: such a CTA takes the first block that none has begun; else blocks are dealt out in turn.
+      by_tickets: such a CTA takes the first block that none has begun; else blocks are dealt out in turn, as they are where
+        queries are few and under `jax.vmap` (evidence: forward/by-tickets).
       rescale_under_qk: the sums of P V are rescaled to a new maximum while the tensor cores compute the next Q K^T; else
         after the wait for P V, while they may be idle (evidence: forward/rescale-under-qk).
       out_chunks: chunks of the output's rows, of at most 128 bytes, that have shared memory at a time, where a CTA processes

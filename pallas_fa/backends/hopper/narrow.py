@@ -29,8 +29,8 @@ def may_read(problem: Problem) -> bool:
 
 def may_convert(tiles: ForwardConfig) -> bool:
     """Returns whether the load warpgroup has registers, and whole pieces of tiles, to convert such keys."""
-    in_order = not (tiles.grouped_rows or tiles.by_tickets)
-    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and in_order
+    by_tickets = tiles.by_tickets and tiles.persistent_ctas > 0
+    return tiles.compute_wgs < 3 and tiles.block_kv % _ROWS == 0 and not (tiles.grouped_rows or by_tickets)
 
 
 def why_not_tiles(problem: Problem) -> str | None:
@@ -39,7 +39,7 @@ def why_not_tiles(problem: Problem) -> str | None:
         return None
     return (
         f"config={problem.config!r} and {problem.kv_dtype} keys in pages; it converts them for tiles of one or two"
-        f" warpgroups and a multiple of {_ROWS} keys, whole pages or a part of one, that fit shared memory"
+        f" warpgroups and a multiple of {_ROWS} keys, whole pages or a part of one, that fit shared memory, not by tickets"
     )
 
 

@@ -46,7 +46,7 @@ def load(plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]) -> None:
         for _ in range(plan.tiles.stationary_qk.copies):
             plgpu.barrier_arrive(scratch["stationary_qk_ready"].at[work.slot_of(count)])
     else:
-        steps = work.for_blocks(plan, gmem, scratch, of_block)
+        steps = work.for_blocks(plan, gmem, scratch, of_block, in_warp=True)
     _drain(plan, steps, scratch)
 
 

@@ -75,5 +75,5 @@ def store_dq(plan: BackwardPlan, index: Any, gmem: Refs, scratch: dict[str, Any]
 
         return work.for_steps(plan, block, gmem.visit_table, step_of_this_warp), after()
 
-    work.for_blocks(plan, gmem, scratch, of_block)
+    work.for_blocks(plan, gmem, scratch, of_block, in_warp=True)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

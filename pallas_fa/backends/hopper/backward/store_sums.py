@@ -45,4 +45,4 @@ def store_sums(plan: BackwardPlan, gmem: Refs, scratch: dict[str, Any]) -> None:
 
         return work.for_steps(plan, block, gmem.visit_table, step), after()
 
-    work.for_blocks(plan, gmem, scratch, of_block)
+    work.for_blocks(plan, gmem, scratch, of_block, in_warp=True)

@@ -45,7 +45,7 @@ def for_blocks(
     gmem: Any,
     scratch: dict[str, Any],
     role: Callable[..., tuple[Any, Any]],
-    in_warp: bool = True,
+    in_warp: bool,
 ) -> Any:
     """Calls role(block, next) -> (steps of the CTA after it, next()) for each block of this CTA; returns all steps.
 

@@ -53,7 +53,7 @@ def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
     rows = as_kernel_sees(problem)
     plan_of = lambda tiles: ForwardPlan(rows, tiles, interpret, rows_first=rows is not problem)
     if named:
-        return plan_of(named)
+        return plan_of(dataclasses.replace(named, by_tickets=False))
     tiles = _TILES if rows.dims.T <= 64 or few_queries.applies(problem) else _TILES_OF_MORE
     plans = [plan_of(x) for x in pages.fitting(problem.pages, tiles)]
     split = [

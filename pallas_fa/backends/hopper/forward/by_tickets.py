@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,9 +26,32 @@ def scratch(plan: ForwardPlan) -> dict[str, Any]:
     return dict(ticket_free=barrier(others), ticket_ready=barrier(1), ticket_smem=plgpu.SMEM((_SLOTS,), jnp.int32))
 
 
-def counter() -> Any:
-    """Returns the memory of `tickets`, as it is to be before the kernel."""
-    return jnp.zeros((1,), jnp.int32)
+def with_counter(call: Callable[[Any], tuple[Any, ...]], out_type: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns call(the counter of `tickets`, a ref), arrays of `out_type`.
+
+    The ref is known to nothing outside, which `jax.checkpoint` in `lax.scan` and `jax.jvp` ask for.
+    """
+
+    def in_place(refs):
+        counter, *results = refs
+        for ref, result in zip(results, call(counter), strict=True):
+            ref[...] = result
+
+    start = jnp.zeros((1,), jnp.int32)
+    return tuple(pl.run_state(in_place)([start, *(jnp.zeros(x.shape, x.dtype) for x in out_type)])[1:])
+
+
+def unless_mapped(call: Callable[[Any], Any], dealt_out: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `call`, in place of which `jax.vmap` maps `dealt_out`: `run_state` of `with_counter` can't be mapped."""
+    run = custom_vmap(call)
+
+    @run.def_vmap
+    def _(axis_size, is_mapped, operands):
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, is_mapped[0])
+        results = jax.vmap(dealt_out, (axes,), axis_size=axis_size)(operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return run
 
 
 def for_places(
@@ -36,22 +61,23 @@ def for_places(
     ring, zero = _Ring(plan, scratch), jnp.int32(0)
     if caller != "keys":
         in_warp = caller == "values"
-        one = lambda number, i, *sums: _after(body(number, *sums), i, lambda: ring.next(i + 1))
-        return tuple(tickets.while_blocks(plan.places, one, ring.next(zero), *(zero,) * 3, in_warp=in_warp)[2:])
+
+        def follow(number, i, *sums):
+            sums = body(number, *sums)
+            return ring.next(i + 1), i + 1, *sums
+
+        return tuple(tickets.while_blocks(plan.places, follow, ring.next(zero), *(zero,) * 3, in_warp=in_warp)[2:])
 
     def take(number, i, *sums):
         ring.pass_on(number, i)
-        return _after(body(number, *sums), i, lambda: tickets.take(gmem.tickets, number, plan.ctas, plan.interpret))
+        sums = body(number, *sums)
+        return tickets.take(gmem.tickets, number, plan.ctas, plan.interpret), i + 1, *sums
 
     first = lax.axis_index(AXIS)
     number, i, *sums = tickets.while_blocks(plan.places, take, first, *(zero,) * 3, in_warp=True)
     ring.pass_on(number, i)  # by which the others see that there is no other block
     ring.drain()
     return tuple(sums)
-
-
-def _after(sums, i, next_number):
-    return next_number(), i + 1, *sums
 
 
 class _Ring:

@@ -1,5 +1,7 @@
 """The choice of a forward kernel's tiles."""
 
+import dataclasses
+
 import jax
 
 from pallas_fa import masks
@@ -22,10 +24,16 @@ from pallas_fa.problem import Problem
 _SMALLEST = tuple(ForwardConfig(1, 64, stages, pin_softmax=False) for stages in (2, 1))
 
 
-def choose(problem: Problem, gpu: Gpu, interpret: bool = False) -> ForwardPlan:
-    """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory."""
+def choose(problem: Problem, gpu: Gpu, interpret: bool = False, may_take_tickets: bool = True) -> ForwardPlan:
+    """Returns the plan with the tiles that the call names, else with the first of the table that fit shared memory.
+
+    `may_take_tickets`: whether CTAs may take blocks by tickets.
+    """
     named = problem.config and problem.config.forward
-    configs = (named,) if named else forward_configs(_facts(problem), gpu)
+    if named:
+        configs = (named if may_take_tickets else dataclasses.replace(named, by_tickets=False),)
+    else:
+        configs = [x for x in forward_configs(_facts(problem), gpu) if may_take_tickets or not x.by_tickets]
     if problem.has_narrow_keys and not named:
         configs = (*(config for config in configs if narrow.may_convert(config)), *_SMALLEST)
     plans = [_plan(problem, config, interpret) for config in pages.fitting(problem.pages, configs)]
@@ -57,6 +65,7 @@ def _facts(problem):
         window=_window(problem),
         window_keys=_window_keys(problem),
         dropout=problem.dropout is not None,
+        custom=bool(parts_of(problem.mask, masks.Custom)),
         group=problem.group,
     )
 

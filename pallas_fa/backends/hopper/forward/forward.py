@@ -7,6 +7,7 @@ softmax. The mask says which key blocks are visited and which are boundary block
 are masked element by element.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,14 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu, *, interpret: bool =
     `gpu`: the one that the kernel is for. `interpret`: for JAX's GPU interpret mode.
     """
     plan = choose(problem, gpu, interpret)
+    attend = functools.partial(_attend, problem, plan)
+    if not plan.by_tickets:
+        return attend(operands)
+    dealt_out = lambda operands: _attend(problem, choose(problem, gpu, interpret, may_take_tickets=False), operands)
+    return by_tickets.unless_mapped(attend, dealt_out)(operands)
+
+
+def _attend(problem, plan, operands):
     if plan.group > 1:
         out, lse = run(plan, of_window(problem, operands), None)
         return out, per_query(problem, lse[:, :, : plan.problem.dims.T])
@@ -59,11 +68,9 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     q = products.in_memory(problem, operands.q, plan.query_layout)
     k, v = (products.in_memory(problem, x, problem.layout) for x in (operands.k, operands.v))
     arrays = plan.in_memory(operands, visits)
-    if plan.by_tickets:
-        arrays.append(jax.new_ref(by_tickets.counter()))
+    page_tables = []
     if isinstance(k, Paged):
-        arrays.append(k.table)
-        k, v = k.pages, v.pages
+        page_tables, k, v = [k.table], k.pages, v.pages
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -73,17 +80,24 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     lse_shape = entries, dims.N, pl.cdiv(dims.T, 64) * 64
     whole = jax.ShapeDtypeStruct(out_shape, plan.tiles.out.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     in_parts = partial_results.types(plan) if plan.split_heads else ()
-    results = launch(
-        flash_attention_forward,
-        q,
-        k,
-        v,
-        *arrays,
-        out_type=(*(whole if plan.whole_heads else ()), *in_parts),
-        ctas=plan.ctas,
-        warpgroups=config.compute_wgs + 1,
-        scratch=scratch_of(plan),
-    )
+    out_type = (*(whole if plan.whole_heads else ()), *in_parts)
+
+    def call(*counter):
+        return launch(
+            flash_attention_forward,
+            q,
+            k,
+            v,
+            *arrays,
+            *counter,
+            *page_tables,
+            out_type=out_type,
+            ctas=plan.ctas,
+            warpgroups=config.compute_wgs + 1,
+            scratch=scratch_of(plan),
+        )
+
+    results = by_tickets.with_counter(call, out_type) if plan.by_tickets else call()
     return partial_results.merged(plan, results) if in_parts else results
 
 
@@ -129,7 +143,7 @@ def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
         plgpu.set_max_registers(compute_registers, action="increase")
         of_block = lambda block: Compute(plan, block, wg, gmem, scratch).run()
         turns = PingPong.of(barriers(plan, scratch), wg)
-        turns.run(lambda: for_blocks(plan, gmem, scratch, of_block))
+        turns.run(lambda: for_blocks(plan, gmem, scratch, of_block, "compute"))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(wg == plan.config.compute_wgs)

@@ -24,6 +24,7 @@ class ForwardFacts(NamedTuple):
     uniform: all queries visit the same keys, and there is no score.
     visit_table: the mask has arrays, so CTAs read from a table which keys they visit.
     scalar_ranges: there is a mask whose arrays, if it has any, are scalars to a CTA, such as lengths.
+    custom: a part of it is computed by a function of the user's.
     packed: it has segment ids or blocks, so these keys may be few.
     blocks: it has blocks.
     split: operands are in two parts.
@@ -50,6 +51,7 @@ class ForwardFacts(NamedTuple):
     dropout: bool = False
     group: int = 1
     scalar_ranges: bool = False
+    custom: bool = False
 
 
 _H64: dict[str, Any] = dict(head_dim=up_to(64), value_dim=up_to(64))
@@ -184,11 +186,13 @@ PERSISTENT = Table(
 BY_TICKETS = Table(
     "forward/by-tickets",
     Row(None, length=up_to(512)),
+    Row(None, keys=up_to(512)),
     Row(None, split=True),
     Row(None, blocks=True),
-    Row(None, visit_table=False, scalar_ranges=False),  # all blocks may be the same work
+    Row(None, visit_table=False, scalar_ranges=False),  # all blocks may be the same work,
+    Row(None, custom=True),  # and here too
     Row(None, **_SHORT_WINDOW_64),
-    Row(None, **_SHORT_WINDOW_128),
+    Row(None, window=Span(1, 511)),
     Row(None, **_H64, length=Span(961, 1024), visit_table=False),
     Row(dict(l2_head_group=16), **_H64),
     Row(None, visit_table=True, scalar_ranges=False),
@@ -201,6 +205,8 @@ BY_TICKETS = Table(
 )
 # Each CTA is to take more than so many: one more kernel, for the counter, and the wait for the first numbers.
 _BLOCKS_BY_TICKETS = 5
+# So many heads may run at once: of fewer, blocks of unequal work are too few, and more do not stay in the L2 cache.
+_HEADS_BY_TICKETS = Span(4, 64)
 
 # Where it is not what the tiles say.
 L2_HEAD_GROUP = Table(
@@ -242,9 +248,11 @@ def forward_configs(facts: ForwardFacts, gpu: Gpu) -> tuple[ForwardConfig, ...]:
     options = BY_TICKETS.find(facts)
     if not options or facts.heads * _blocks(best, facts) <= _BLOCKS_BY_TICKETS * gpu.multiprocessors:
         return *dealt_out, *others
-    by_tickets = dataclasses.replace(best, by_tickets=True, persistent_ctas=gpu.multiprocessors, **options)
-    heads = nearest_divisor(facts.heads, by_tickets.l2_head_group)
-    return dataclasses.replace(by_tickets, l2_head_group=heads), *dealt_out, *others
+    heads = nearest_divisor(facts.heads, options["l2_head_group"])
+    if heads not in _HEADS_BY_TICKETS:
+        return *dealt_out, *others
+    options = options | dict(by_tickets=True, persistent_ctas=gpu.multiprocessors, l2_head_group=heads)
+    return dataclasses.replace(best, **options), *dealt_out, *others
 
 
 def _blocks(tiles, facts):

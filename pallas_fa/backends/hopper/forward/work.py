@@ -38,7 +38,7 @@ def for_blocks(
     gmem: Any,
     scratch: dict[str, Any],
     role: Callable[[QueryBlock], tuple[Any, Any]],
-    caller: by_tickets.Caller = "compute",
+    caller: by_tickets.Caller,
 ) -> tuple[Any, Any]:
     """Calls role(block) -> (its steps, those that used arrays) for each block of this CTA, and returns the sums."""
     if plan.by_tickets:
