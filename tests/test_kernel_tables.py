@@ -159,8 +159,8 @@ def test_pairs_of_query_blocks_depend_on_multiprocessors(multiprocessors, pairs)
 
 
 ZERO = np.zeros((1, 1, 1, 1), np.int32)
-SEGMENTS = "query_segment_ids", "key_value_segment_ids"
 CAUSAL, LENGTHS = dict(is_causal=True), dict(key_value_seq_lengths=np.full(4, 9, np.int32))
+DOCUMENTS = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), np.zeros((4, 4096), np.int32))
 # Queries, head dim, heads, keywords: heads at once by tickets, chunks of the output in memory; None: not by tickets.
 # Then the batch, 4 unless said, and the keys, as many as queries.
 TICKETS = {
@@ -180,8 +180,8 @@ TICKETS = {
     "a short window": (4096, 128, 16, CAUSAL | dict(local_window_size=(127, 0)), None),
     "a short window past H=128": (4096, 256, 16, CAUSAL | dict(local_window_size=(127, 0)), None),
     "few keys": (4096, 64, 32, LENGTHS, None, 4, 77),
-    "documents": (4096, 64, 16, CAUSAL | dict.fromkeys(SEGMENTS, np.zeros((4, 4096), np.int32)), (16, 0)),
-    "documents past H=64": (4096, 128, 16, CAUSAL | dict.fromkeys(SEGMENTS, np.zeros((4, 4096), np.int32)), None),
+    "documents": (4096, 64, 16, CAUSAL | DOCUMENTS, (16, 0)),
+    "documents past H=64": (4096, 128, 16, CAUSAL | DOCUMENTS, None),
     "a key mask": (4096, 64, 16, dict(mask=np.ones((4, 1, 1, 4096), bool)), (16, 0)),
     "no mask": (4096, 64, 32, {}, None),
     "ranges that are not known": (4096, 64, 32, dict(mask=masks.Custom(lambda b, n, t, s: s <= t)), None),

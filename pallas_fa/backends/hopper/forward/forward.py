@@ -68,9 +68,9 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
     q = products.in_memory(problem, operands.q, plan.query_layout)
     k, v = (products.in_memory(problem, x, problem.layout) for x in (operands.k, operands.v))
     arrays = plan.in_memory(operands, visits)
-    page_tables = []
     if isinstance(k, Paged):
-        page_tables, k, v = [k.table], k.pages, v.pages
+        arrays.append(k.table)
+        k, v = k.pages, v.pages
 
     def flash_attention_forward(*refs, **scratch):
         _kernel(plan, *refs, **scratch)
@@ -90,7 +90,6 @@ def run(plan: ForwardPlan, operands: Operands, visits: Any) -> tuple[Any, Any]:
             v,
             *arrays,
             *counter,
-            *page_tables,
             out_type=out_type,
             ctas=plan.ctas,
             warpgroups=config.compute_wgs + 1,
@@ -105,7 +104,7 @@ class _Refs(NamedTuple):
     """Device memory.
 
     `arrays`: of score and mask; `visit_table`: None where the mask has no arrays; `sinks`: [B|1, N]; `dropout`: see there;
-    `tickets`: their counter, or None; `page_table`: None where keys and values are not in pages; `out`, `lse`: None where
+    `page_table`: None where keys and values are not in pages; `tickets`: their counter, or None; `out`, `lse`: None where
     all heads have keys in parts; `partial_out`, `partial_lse`: those of `partial_results`, or None.
     """
 
@@ -116,8 +115,8 @@ class _Refs(NamedTuple):
     visit_table: Any
     sinks: Any
     dropout: Any
-    tickets: Any
     page_table: Any
+    tickets: Any
     out: Any
     lse: Any
     partial_out: Any
@@ -127,14 +126,14 @@ class _Refs(NamedTuple):
 def _kernel(plan: ForwardPlan, q, k, v, *refs, **scratch):
     *refs, partial_out, partial_lse = refs if plan.split_heads else (*refs, None, None)
     *arrays, out, lse = refs if plan.whole_heads else (*refs, None, None)
-    page_table = None if plan.problem.pages is None else arrays.pop()
     tickets = arrays.pop() if plan.by_tickets else None
+    page_table = None if plan.problem.pages is None else arrays.pop()
     dropout = None if plan.problem.dropout is None else arrays.pop()
     sinks = None if plan.problem.sinks is None else arrays.pop()
     visit_table = arrays.pop() if plan.visit_table else None
     scratch = by_name(plan, scratch)
     in_parts = partial_out, partial_lse
-    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, tickets, page_table, out, lse, *in_parts)
+    gmem = _Refs(q, k, v, tuple(arrays), visit_table, sinks, dropout, page_table, tickets, out, lse, *in_parts)
     wg = lax.axis_index("wg")
     compute_registers, load_registers = plan.registers
 

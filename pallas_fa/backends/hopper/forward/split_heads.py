@@ -40,8 +40,8 @@ def why_not(problem: Problem, config: ForwardConfig) -> str | None:
 
 def with_split_heads(plan: ForwardPlan, gpu: Gpu) -> ForwardPlan:
     """Returns the plan with keys in parts where that is estimated to be faster; else `plan`."""
-    has_others = plan.group > 1 or plan.visit_lists or plan.by_tickets or plan.config.kv_splits > 1
-    if has_others or plan.grid.ctas > _MOST_PLACES:
+    c = plan.config
+    if plan.group > 1 or plan.visit_lists or plan.by_tickets or c.kv_splits > 1 or plan.grid.ctas > _MOST_PLACES:
         return plan
     times = [(_time(p, gpu), i, p) for i, p in enumerate([plan, *_candidates(plan, gpu)])]
     best = min(times)
