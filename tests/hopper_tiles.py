@@ -16,3 +16,14 @@ PAIRS_IN_TURN = ForwardConfig(
     persistent_ctas=132,
     rescale_under_qk=True,
 )
+# Of the forward at H=128 under causal masks and lengths, where CTAs take query blocks by tickets.
+FORWARD_BY_TICKETS = ForwardConfig(
+    2,
+    l2_head_group=16,
+    pin_softmax=False,
+    ping_pong=True,
+    persistent_ctas=132,
+    by_tickets=True,
+    rescale_under_qk=True,
+    out_chunks=2,
+)
